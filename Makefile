@@ -1,0 +1,63 @@
+# One command for each thing a reader wants to do; `make help` lists them.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG := configs/quickstart.yaml
+DATA := quickstart_data
+SHELL := /bin/bash
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev data pretrain tensorboard test-fast test test-all lint bench clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
+
+# Stamps, so that a repeated command installs only what changed.
+$(VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off -r requirements.txt
+	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --editable .
+	touch $@
+
+$(VENV)/.installed-dev: requirements.txt requirements-dev.txt $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off -r requirements-dev.txt
+	touch $@
+
+setup: $(VENV)/.installed ## Create .venv and install what training needs
+
+setup-dev: $(VENV)/.installed-dev ## The same, and what tests and lint need
+
+$(DATA)/tokenizer/tokenizer.json: | $(VENV)/.installed
+	$(BIN)/python tools/train_tokenizer.py python-stdlib --vocab-size 4096 --out $(DATA)/tokenizer
+
+$(DATA)/validation/dataset.json: $(DATA)/tokenizer/tokenizer.json
+	$(BIN)/python tools/build_shards.py python-stdlib --tokenizer $(DATA)/tokenizer --out $(DATA) --workers 2
+
+data: $(DATA)/validation/dataset.json ## Quickstart tokenizer and shards: the Python standard library's source
+
+pretrain: setup data ## Train the quickstart model (5 minutes on two CPU cores); repeat to resume
+	OMP_NUM_THREADS=$${TRAIN_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
+
+tensorboard: setup ## Serve the curves of the runs folder
+	$(BIN)/tensorboard --logdir runs
+
+test-fast: setup-dev ## Unit tests and one 2-rank smoke run (under 4 minutes)
+	$(BIN)/python -m pytest -m "not slow and not training and (not distributed or smoke)"
+
+test: setup-dev ## The tests that CI runs
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup-dev ## Everything, full matrices and soaks included
+	$(BIN)/python -m pytest
+
+lint: setup-dev ## Formatting, style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup-dev ## Side-by-side measurements, one table each
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean: ## Remove quickstart data and runs (not the environment)
+	rm -rf $(DATA) runs/quickstart

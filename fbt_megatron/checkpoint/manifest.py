@@ -1,0 +1,101 @@
+"""What makes a folder a complete checkpoint: a manifest, written last, that names every file with its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fbt_megatron.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of one file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything of a checkpoint that is not a tensor.
+
+    `state` is the trainer's (counters, data cursors); `config` the resolved configuration of the run that wrote it.
+    """
+
+    step: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+
+    def write(self, folder: Path) -> None:
+        """Write to `folder` and flush to the disk."""
+        text = json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=1)
+        write_durably(folder / MANIFEST_NAME, text)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a checkpoint folder; raises CheckpointError where it is missing, damaged or of another version."""
+        path = folder / MANIFEST_NAME
+        try:
+            content = json.loads(path.read_text())
+            version = content.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise CheckpointError(f"{path} has format version {version}; this version reads {FORMAT_VERSION}")
+            files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+            return cls(files=files, **content)
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error})") from None
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
+def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
+    """What is wrong with the named files of a checkpoint, or None; reads every byte of them."""
+    for name in names:
+        expected = manifest.files[name]
+        try:
+            found = hash_file(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if found.bytes != expected.bytes:
+            return f"{name} has {found.bytes:,} bytes instead of {expected.bytes:,}"
+        if found.sha256 != expected.sha256:
+            return f"{name} has changed since it was written (its hash differs)"
+    return None
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file at once: after a crash it holds the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries (creations and renames) to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""A configuration file and `section.key=value` overrides to a checked `RunConfig`, and back to a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.config.typed_values import Reading, is_section, known_keys, read_section, unknown_key
+from fbt_megatron.config.validation import config_problems
+from fbt_megatron.config.yaml_text import dump_yaml, parse_yaml
+from fbt_megatron.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a YAML file, apply `section.key=value` overrides in order, and check the result.
+
+    Values of overrides are YAML (`true`, `0.02`, `null`, `[a, b]`). A key that is absent has its default.
+    Raises `ConfigError` with every problem found: a file that cannot be read or parsed, unknown or repeated keys, wrong
+    types, values outside their range, rules between sections.
+    """
+    values, problems = parse_yaml(_read_text(Path(path)))
+    if values is None and problems:
+        raise ConfigError(str(path), problems)
+    if not isinstance(values, dict | None):
+        raise ConfigError(str(path), ["the file must hold sections (`model:`, `train:`, ...), each with its keys."])
+    values = dict(values or {})
+    for override in overrides or []:
+        problems += _apply_override(values, override)
+    config = _build(values, problems)
+    if problems:
+        raise ConfigError(f"{path} with overrides" if overrides else str(path), problems)
+    return config
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write the resolved configuration; `load_config` of the file gives an equal one. Raises `OSError`."""
+    Path(path).write_text(format_config(config), encoding="utf-8")
+
+
+def format_config(config: RunConfig) -> str:
+    """The resolved configuration as the text of a configuration file."""
+    return dump_yaml(config_to_dict(config))
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as nested dicts and lists of plain values, ready for YAML or JSON."""
+    return _plain(config)
+
+
+def config_diff(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, as (full key, old value, new value), in the order of the schema.
+
+    Values are plain (lists, dicts, scalars). A step number and a fraction differ even where Python has 1 == 1.0.
+    """
+    old_values, new_values = _leaves(old), _leaves(new)
+    return [
+        (key, value, new_values[key])
+        for key, value in old_values.items()
+        if json.dumps(value, sort_keys=True) != json.dumps(new_values[key], sort_keys=True)
+    ]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), [f"the file cannot be read: {error.strerror}. Check --config."]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), [f"the file is not UTF-8 text (byte {error.start}). Save it as UTF-8."]) from error
+
+
+def _apply_override(values: dict[str, Any], override: str) -> list[str]:
+    """Set one key of `values` in place; returns what is wrong with the override."""
+    key, equals, text = override.partition("=")
+    known = list(known_keys(RunConfig))
+    if not equals or not key:
+        return [f"override {override!r}: must be section.key=value, e.g. train.steps=100."]
+    if key not in known:
+        section = key.rpartition(".")[0]
+        siblings = [name for parent, _, name in (other.rpartition(".") for other in known) if parent == section]
+        return [unknown_key(key, known=known, siblings=siblings or list(get_type_hints(RunConfig)))]
+    inner = [other for other in known if other.startswith(f"{key}.")]
+    if inner:
+        return [f"override {override!r}: {key} is a section. Set one key at a time, e.g. {inner[0]}=..."]
+    value, problems = parse_yaml(text)
+    if problems:
+        return [f"override {override!r}: the value is not valid YAML: {problem}" for problem in problems]
+    *sections, name = key.split(".")
+    for section in sections:
+        inside = values.get(section)
+        if not isinstance(inside, dict | None):
+            return []  # reported where the section is read
+        # Copied, because a YAML alias may have put the same mapping in two places.
+        values[section] = dict(inside or {})
+        values = values[section]
+    values[name] = value
+    return []
+
+
+def _build(values: dict[str, Any], problems: list[str]) -> RunConfig:
+    """A `RunConfig` from the values of the file; problems of types, keys and rules are appended to `problems`."""
+    hints = get_type_hints(RunConfig)
+    known = list(known_keys(RunConfig))
+    problems += [unknown_key(str(name), known=known, siblings=list(hints)) for name in values if name not in hints]
+    reading = Reading(known, problems)
+    sections = {}
+    for name, section in hints.items():
+        written = {} if values.get(name) is None else values[name]  # null: all its keys are commented out
+        sections[name] = read_section(section, written, key=name, reading=reading)
+    config = RunConfig(**sections)
+    problems += config_problems(config, unread=frozenset(reading.unread))
+    return config
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _leaves(section: Any, *, prefix: str = "") -> dict[str, Any]:
+    """Full key -> plain value of every key that is not a section."""
+    leaves = {}
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if is_section(type(value)):
+            leaves.update(_leaves(value, prefix=f"{prefix}{field.name}."))
+        else:
+            leaves[prefix + field.name] = _plain(value)
+    return leaves

@@ -1,0 +1,314 @@
+"""Micro-batches of one data-parallel rank, for training and for validation.
+
+Reader processes may run ahead of the training step. Every micro-batch therefore carries the cursors that follow it, and
+the state of the loader is made of those of the micro-batches handed out, never of how far a reader has come.
+
+Every rank gets the same number of micro-batches per step, whatever the data: training begins the data anew, validation
+fills up with rows that have no labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.data.batch import TrainBatch
+from fbt_megatron.data.dataset import DocumentDataset, open_dataset
+from fbt_megatron.data.loader_state import LoaderState
+from fbt_megatron.data.order import DocumentOrder
+from fbt_megatron.data.packing import PackedRow
+from fbt_megatron.data.streams import StreamLayout, StreamReader
+from fbt_megatron.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_PREFETCHED_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class _Delivery:
+    """What a reader hands over: the rows of a micro-batch by stream, each with the cursor that follows it.
+
+    Arrays and no tensors, because PyTorch passes every tensor between processes through a file of its own: slower for
+    tensors of this size, and it needs more shared memory than containers have by default.
+    """
+
+    cycle: int
+    rows: dict[int, PackedRow]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A `DataError` on its way out of a reader process."""
+
+    message: str
+
+
+class TrainLoader:
+    """Endless training data of one data-parallel rank, resumable at any step."""
+
+    def __init__(
+        self, reader: StreamReader, layout: StreamLayout, *, cycles_per_step: int, workers: int, state: LoaderState
+    ) -> None:
+        """Use `build_train_loader`."""
+        self._reader = reader
+        self._layout = layout
+        self._cycles_per_step = cycles_per_step
+        self._workers = workers
+        self._state = state
+        self._deliveries: Iterator[_Delivery | _Failure] | None = None
+        self._documents: list[tuple[tuple[str, ...], ...]] = []
+        self.token_bytes = _as_tensor(reader.dataset.token_bytes)
+        """[V] int64, bytes of text per token id; `None` where the tokenizer is not known."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per step."""
+        return self._cycles_per_step * self._layout.num_groups
+
+    @property
+    def epoch(self) -> int:
+        """Largest number of times that a stream of this rank has begun its data anew."""
+        return max(cursor.epoch for cursor in self._state.cursors.values())
+
+    @property
+    def last_documents(self) -> list[tuple[tuple[str, ...], ...]]:
+        """Keys of the documents in each row of each micro-batch of the last step: for finding out what a step read."""
+        return self._documents
+
+    def next_step(self) -> list[TrainBatch]:
+        """The micro-batches of the next optimizer step, in order.
+
+        Raises:
+            DataError: a shard or sample cannot be used.
+        """
+        if self._deliveries is None:
+            source = _TrainSource(self._reader, self._layout, self._state.copy())
+            self._deliveries = _start_reading(source, self._workers)
+        step = [_received(delivery) for delivery in islice(self._deliveries, self.num_micro_batches)]
+        self._state.cursors.update({stream: row.next for delivery in step for stream, row in delivery.rows.items()})
+        self._state.cycle += self._cycles_per_step
+        self._documents = [tuple(row.documents for row in delivery.rows.values()) for delivery in step]
+        return [_collate(delivery, self._layout) for delivery in step]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's streams go on after the last step; see `loader_state.merge_loader_states`."""
+        fingerprint = self._reader.dataset.fingerprint
+        return self._state.as_dict(num_streams=self._layout.num_streams, fingerprint=fingerprint)
+
+    def close(self) -> None:
+        """Stop the reader processes; the next `next_step` would start others."""
+        self._deliveries = None
+
+
+class ValidationLoader:
+    """The same global batches each time it is iterated over; items are the micro-batches of one of them."""
+
+    def __init__(self, reader: StreamReader, layout: StreamLayout, *, batches: int, cycles_per_batch: int) -> None:
+        """Use `build_validation_loader`."""
+        self._reader = reader
+        self._layout = layout
+        self._batches = batches
+        self._cycles_per_batch = cycles_per_batch
+        self.token_bytes = _as_tensor(reader.dataset.token_bytes)
+        """[V] int64, bytes of text per token id; `None` where the tokenizer is not known."""
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[TrainBatch]]:
+        groups = range(self._layout.num_groups)
+        deliveries = _read_groups(self._layout, groups, self._reader.validation_rows, first_cycle=0)
+        for _ in range(self._batches):
+            yield [
+                _collate(delivery, self._layout)
+                for delivery in islice(deliveries, self._cycles_per_batch * len(groups))
+            ]
+
+
+def build_train_loader(
+    config: RunConfig, *, dp_rank: int, dp_size: int, state: Mapping[str, Any] | None = None
+) -> TrainLoader:
+    """Open `data.train`.
+
+    Args:
+        config: a validated configuration.
+        dp_rank: data-parallel rank that reads.
+        dp_size: number of data-parallel ranks.
+        state: `state_dict` of a loader, merged over all ranks that it had; any number of ranks can go on from it.
+
+    Raises:
+        DataError: the data set cannot be used, is too small, or is not the one that `state` belongs to.
+    """
+    dataset = _open(config, "train")
+    num_streams, seq_length = config.data.streams, config.model.seq_length
+    _check_enough(dataset, num_streams=num_streams, seq_length=seq_length)
+    layout = _layout(config, dp_rank, dp_size)
+    documents_per_shard = [shard.num_documents for shard in dataset.shards]
+    order = DocumentOrder(documents_per_shard, seed=config.train.seed)
+    start = (
+        LoaderState.at_start(layout)
+        if state is None
+        else LoaderState.restored(state, layout, fingerprint=dataset.fingerprint)
+    )
+    return TrainLoader(
+        StreamReader(dataset, order, num_streams, seq_length),
+        layout,
+        cycles_per_step=config.train.global_batch_size // num_streams,
+        workers=_usable_workers(config.data.workers, layout.num_groups),
+        state=start,
+    )
+
+
+def build_validation_loader(config: RunConfig, *, dp_rank: int, dp_size: int) -> ValidationLoader | None:
+    """Open `data.validation`; `None` where the configuration has none.
+
+    Raises:
+        DataError: the data set cannot be used.
+    """
+    if config.data.validation is None:
+        return None
+    dataset = _open(config, "validation")
+    order = DocumentOrder([shard.num_documents for shard in dataset.shards], seed=None)
+    return ValidationLoader(
+        StreamReader(dataset, order, config.data.streams, config.model.seq_length),
+        _layout(config, dp_rank, dp_size),
+        batches=config.evaluation.batches,
+        cycles_per_batch=config.train.global_batch_size // config.data.streams,
+    )
+
+
+class _TrainSource(IterableDataset[Any]):
+    """Deliveries of one rank in order; in a reader process, those of every W-th group."""
+
+    def __init__(self, reader: StreamReader, layout: StreamLayout, state: LoaderState) -> None:
+        super().__init__()
+        self._reader = reader
+        self._layout = layout
+        self._state = state
+
+    def __iter__(self) -> Iterator[_Delivery | _Failure]:
+        info = get_worker_info()
+        first, stride = (info.id, info.num_workers) if info else (0, 1)
+        groups = range(first, self._layout.num_groups, stride)
+        try:
+            yield from _read_groups(self._layout, groups, self._training_rows, first_cycle=self._state.cycle)
+        except DataError as error:
+            yield _Failure(str(error))
+
+    def _training_rows(self, stream: int) -> Iterator[PackedRow]:
+        return self._reader.training_rows(stream, self._state.cursors[stream])
+
+
+def _read_groups(
+    layout: StreamLayout, groups: range, open_rows: Callable[[int], Iterator[PackedRow]], *, first_cycle: int
+) -> Iterator[_Delivery]:
+    """Micro-batches of `groups`, cycle after cycle without end; `open_rows` gives the rows of one stream."""
+    rows = {stream: open_rows(stream) for group in groups for stream in layout.group(group)}
+    for cycle in count(first_cycle):
+        for group in groups:
+            yield _Delivery(cycle, {stream: next(rows[stream]) for stream in layout.group(group)})
+
+
+def _collate(delivery: _Delivery, layout: StreamLayout) -> TrainBatch:
+    def stacked(name: str) -> Tensor:
+        return torch.from_numpy(np.stack([getattr(row, name) for row in delivery.rows.values()]))
+
+    return TrainBatch(
+        tokens=stacked("tokens"),
+        labels=stacked("labels"),
+        positions=stacked("positions"),
+        document_ids=stacked("document_ids"),
+        rows=torch.tensor([layout.row(delivery.cycle, stream) for stream in delivery.rows], dtype=torch.int64),
+    )
+
+
+def _start_reading(source: _TrainSource, workers: int) -> Iterator[_Delivery | _Failure]:
+    """Deliveries in order. With W dividing the number of groups, taking turns among W readers keeps that order."""
+    if workers == 0:
+        return iter(source)
+    # An own generator, because the default one would be moved on and change every later draw of the run.
+    return iter(
+        DataLoader(
+            source,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=_PREFETCHED_MICRO_BATCHES,
+            worker_init_fn=_leave_signals_to_trainer,
+            generator=torch.Generator(),
+        )
+    )
+
+
+def _leave_signals_to_trainer(worker: int) -> None:
+    """Keep reading when Ctrl-C or the scheduler signals the whole group: the trainer still finishes its step.
+
+    The handlers that the trainer installed are not wanted in its copy either, or it could not end its readers.
+    """
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _received(delivery: _Delivery | _Failure) -> _Delivery:
+    if isinstance(delivery, _Failure):
+        raise DataError(delivery.message)
+    return delivery
+
+
+def _usable_workers(requested: int, num_groups: int) -> int:
+    """The largest number of readers that share `num_groups` evenly, at most `requested`."""
+    if requested == 0:
+        return 0
+    usable = max(number for number in range(1, requested + 1) if num_groups % number == 0)
+    if usable != requested:
+        logger.warning(
+            "data.workers=%d: using %d, which share a rank's %d groups of streams evenly; more data.streams allow more",
+            requested,
+            usable,
+            num_groups,
+        )
+    return usable
+
+
+def _open(config: RunConfig, section: str) -> DocumentDataset:
+    return open_dataset(
+        getattr(config.data, section),
+        tokenizer=config.data.tokenizer,
+        vocab_size=config.model.vocab_size,
+        key=f"data.{section}",
+    )
+
+
+def _layout(config: RunConfig, dp_rank: int, dp_size: int) -> StreamLayout:
+    return StreamLayout(config.data.streams, config.train.micro_batch_size, dp_rank, dp_size)
+
+
+def _check_enough(dataset: DocumentDataset, *, num_streams: int, seq_length: int) -> None:
+    """Refuse data of which a stream would not get a document, or on average not a row, in an epoch."""
+    if dataset.num_documents < num_streams:
+        raise DataError(
+            f"data.streams={num_streams}: the training data has only {dataset.num_documents} documents, and each "
+            "stream needs one. Lower data.streams or add documents."
+        )
+    if dataset.num_tokens < num_streams * (seq_length + 1):
+        raise DataError(
+            f"model.seq_length={seq_length}: a row takes {seq_length + 1} tokens, but the data.streams={num_streams} "
+            f"streams share {dataset.num_tokens} training tokens, about {dataset.num_tokens // num_streams} each. "
+            "Lower model.seq_length or data.streams, or add text."
+        )
+
+
+def _as_tensor(table: np.ndarray[Any, Any] | None) -> Tensor | None:
+    return None if table is None else torch.from_numpy(table)

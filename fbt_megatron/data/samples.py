@@ -1,0 +1,185 @@
+"""The samples of a tar and the token ids in them.
+
+webdataset reads the tars: its iterator runs over a file that stands at the wanted sample, and groups members of one
+key. Two kinds of samples are known: those of `tools/build_shards.py`, whose type and counts `dataset.json` states, and
+those of tars made elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+
+from fbt_megatron.data import storage
+from fbt_megatron.data.format import (
+    METADATA_SUFFIX,
+    TOKENS_SUFFIX,
+    DatasetInfo,
+    decode_tokens,
+    storage_dtype,
+    token_dtype,
+)
+from fbt_megatron.data.tokenizer import Tokenizer, encode_document, starts_with_bos
+from fbt_megatron.errors import DataError
+
+TEXT_SUFFIX = "txt"
+PLAIN_SUFFIXES = frozenset({TOKENS_SUFFIX, TEXT_SUFFIX, METADATA_SUFFIX})
+_NUM_SPECIAL_TOKENS = 2  # BOS and EOS
+
+_METADATA_NAME = re.compile(r"__[^/]*__($|/)")  # webdataset passes over such members
+
+IntArray = NDArray[np.int64]
+Sample = dict[str, Any]
+
+
+class SampleDecoder(Protocol):
+    """Turns one sample of a tar into token ids."""
+
+    @property
+    def suffixes(self) -> frozenset[str]:
+        """Suffixes of the members it needs."""
+
+    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
+        """Token ids of `sample` as int64, empty for a document without text.
+
+        Args:
+            sample: member contents by suffix.
+            num_tokens: what the shard's index states for it.
+            where: names shard and sample in messages.
+
+        Raises:
+            DataError: the sample holds no tokens or text, or an id outside the vocabulary.
+        """
+
+
+class StoredTokens:
+    """Samples of a built data set."""
+
+    suffixes = frozenset({TOKENS_SUFFIX})
+
+    def __init__(self, info: DatasetInfo) -> None:
+        self._info = info
+
+    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
+        return decode_tokens(sample[TOKENS_SUFFIX], self._info.dtype, self._info.vocab_size, num_tokens, where)
+
+
+class PlainSamples:
+    """Samples of tars made elsewhere: `.tokens`, else `.txt`, else the `text` of `.json`."""
+
+    suffixes = PLAIN_SUFFIXES
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        """`tokenizer` is for text; samples of text without one are refused."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._add_bos = tokenizer is not None and starts_with_bos(tokenizer, None)
+
+    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
+        if TOKENS_SUFFIX in sample:
+            return self._decode_tokens(sample[TOKENS_SUFFIX], where)
+        text = _text_of(sample, where)
+        if self._tokenizer is None:
+            raise DataError(f"{where}: holds text. Set data.tokenizer to turn it into tokens.")
+        return np.asarray(encode_document(self._tokenizer, text, add_bos=self._add_bos), dtype=np.int64)
+
+    def _decode_tokens(self, data: bytes, where: str) -> IntArray:
+        """Ids of the type that the vocabulary asks for, as nothing beside the sample states it."""
+        dtype = token_dtype(self._vocab_size)
+        ids = decode_tokens(data, dtype, self._vocab_size, len(data) // storage_dtype(dtype).itemsize, where)
+        if dtype == "uint16" and len(ids) >= 8 and not len(ids) % 2 and not ids[1::2].any():
+            raise DataError(
+                f"{where}: every other id is 0, so these are 32-bit ids, but a vocabulary of {self._vocab_size} is "
+                "stored in 16 bits. Store them as uint16 or build the shards with tools/build_shards.py."
+            )
+        return ids
+
+
+def read_samples(
+    location: str, *, offset: int, skip: int, count: int, suffixes: frozenset[str]
+) -> Iterator[tuple[str, Sample]]:
+    """Key and members of consecutive samples.
+
+    Args:
+        location: the tar.
+        offset: byte at which reading starts: the header of a sample.
+        skip: samples to pass over first.
+        count: samples to yield; fewer come if the tar ends.
+        suffixes: members to read; the others are passed over.
+
+    Raises:
+        DataError: this is no tar, or it is damaged. Failures to read raise one of `storage.READ_ERRORS`.
+    """
+    with closing(storage.open_at(location, offset)) as stream:
+        source = [{"url": location, "stream": stream}]
+        files = tar_file_expander(source, select_files=lambda name: base_plus_ext(name)[1] in suffixes)
+        try:
+            for sample in islice(group_by_keys(files), skip, skip + count):
+                yield sample["__key__"], sample
+        except (tarfile.TarError, ValueError) as error:
+            raise damaged(location, str(error.args[0] if error.args else error).split(" @ ")[0]) from error
+
+
+def scan_samples(location: str) -> IntArray:
+    """Index of a tar that has none: [samples, 2], header offset and an upper bound of the number of tokens.
+
+    Reads the headers alone where the file can be sought in, else everything.
+
+    Raises:
+        DataError: it cannot be read, or is no tar, or is damaged.
+    """
+    offsets, sizes, last_key = [], [], None
+    with storage.naming_errors(location), closing(storage.open_at(location, 0)) as stream:
+        try:
+            for name, offset, num_tokens in _selected_members(stream, sequential=storage.is_sequential(location)):
+                key = base_plus_ext(name)[0]
+                if key != last_key:
+                    offsets.append(offset)
+                    sizes.append(0)
+                    last_key = key
+                sizes[-1] = max(sizes[-1], num_tokens)
+        except (tarfile.TarError, ValueError) as error:
+            raise damaged(location, str(error)) from error
+    return np.stack([np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)], axis=1)
+
+
+def damaged(location: str, reason: str) -> DataError:
+    """The error for a tar that cannot be what it should be."""
+    return DataError(f"{location}: not a tar file, or damaged ({reason}). Copy or build the shard again.")
+
+
+def _selected_members(stream: Any, *, sequential: bool) -> Iterator[tuple[str, int, int]]:
+    """Name, header offset and largest possible number of tokens of the members that webdataset would yield."""
+    with tarfile.open(fileobj=stream, mode="r|*" if sequential else "r:") as tar:
+        for member in tar:
+            suffix = base_plus_ext(member.name)[1]
+            if member.isreg() and suffix in PLAIN_SUFFIXES and not _METADATA_NAME.match(member.name):
+                tokens = member.size // 2 if suffix == TOKENS_SUFFIX else member.size + _NUM_SPECIAL_TOKENS
+                yield member.name, member.offset, tokens
+
+
+def _text_of(sample: Sample, where: str) -> str:
+    """The text of a sample.
+
+    Raises:
+        DataError: there is none, or it is not UTF-8 or JSON.
+    """
+    try:
+        if TEXT_SUFFIX in sample:
+            return str(sample[TEXT_SUFFIX].decode())
+        content = json.loads(sample[METADATA_SUFFIX])
+    except ValueError as error:
+        raise DataError(f"{where}: not UTF-8 text or JSON ({error}). Build the shard again.") from error
+    text = content.get("text") if isinstance(content, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where}: holds neither .tokens nor .txt, and its .json has no string "text".')
+    return text

@@ -1,0 +1,52 @@
+"""The exceptions a user can meet.
+
+Entry points print the message of an `FBTError` alone, without a stack trace, and exit with its `exit_status`.
+Anything else that escapes is a fault of this project and keeps its trace.
+"""
+
+from __future__ import annotations
+
+
+class FBTError(Exception):
+    """A mistake or a condition outside this project: the message says which key, which value, which rule, what to do."""
+
+    exit_status = 1
+
+
+class ConfigError(FBTError):
+    """The configuration is wrong; the message lists every problem found."""
+
+    exit_status = 2
+
+    def __init__(self, source: str, problems: list[str]) -> None:
+        self.source = source
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in {source}", *(f"  {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, list[str]]]:
+        return type(self), (self.source, self.problems)  # an exception is otherwise rebuilt from its message alone
+
+
+class TopologyError(FBTError):
+    """The processes that were started do not fit the configured layout."""
+
+    exit_status = 2
+
+
+class DataError(FBTError):
+    """A data set is missing, damaged, or does not fit the model."""
+
+    exit_status = 3
+
+
+class CheckpointError(FBTError):
+    """A checkpoint cannot be written, or none that was found can be loaded."""
+
+    exit_status = 4
+
+
+class NonFiniteError(FBTError):
+    """Too many optimizer steps in a row had a gradient that is not finite."""
+
+    exit_status = 5

@@ -1,0 +1,71 @@
+"""Validation: loss and bits per byte of every pass, and how far the top state still moves from pass to pass.
+
+Passes beyond the trained depth show whether the recurrence is stable: the losses stay level and the deltas small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.parallel.collectives import sum_across
+
+
+@dataclass(frozen=True)
+class PassSums:
+    """Sums over the trained tokens of some rows, per pass (K passes); fp64."""
+
+    cross_entropy: Tensor
+    """[K], in nats."""
+    hidden_delta: Tensor
+    """[K - 1], `||h^(k) - h^(k-1)||_2 / sqrt(H)` for k = 2..K."""
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Means over the trained tokens of all ranks; entry k - 1 belongs to pass k."""
+
+    losses: tuple[float, ...]
+    """Cross entropy per token, in nats."""
+    bits_per_byte: tuple[float, ...] | None
+    """Cross entropy in bits per byte of text; None where the data set does not say how many bytes a token stands for."""
+    hidden_deltas: tuple[float, ...]
+    """K - 1 values, from pass 2 on: mean of `||h^(k) - h^(k-1)||_2 / sqrt(H)`."""
+
+
+def evaluate(
+    forward: Callable[[TrainBatch], PassSums],
+    batches: Iterable[TrainBatch],
+    *,
+    token_bytes: Tensor | None,
+    group: dist.ProcessGroup,
+) -> EvaluationResult:
+    """Run `forward` over this rank's micro-batches and reduce over `group`, the data-parallel one.
+
+    `token_bytes` ([V], bytes that each token id stands for) turns nats per token into bits per byte. Every rank of the
+    group must pass the same number of micro-batches.
+    """
+    cross_entropy = hidden_delta = torch.zeros(1, dtype=torch.float64)
+    counts = torch.zeros(2, dtype=torch.float64)  # trained tokens, their bytes
+    for batch in batches:
+        sums = forward(batch)
+        cross_entropy = cross_entropy.to(sums.cross_entropy) + sums.cross_entropy
+        hidden_delta = hidden_delta.to(sums.hidden_delta) + sums.hidden_delta
+        targets = batch.labels[batch.labels != IGNORE_INDEX]
+        counts[0] += targets.numel()
+        counts[1] += 0 if token_bytes is None else token_bytes[targets.cpu()].sum()
+    num_passes = cross_entropy.numel()
+    totals = sum_across(torch.cat([cross_entropy, hidden_delta, counts.to(cross_entropy)]), group=group).tolist()
+    num_tokens, num_bytes = totals[-2:]
+    losses = tuple(total / num_tokens for total in totals[:num_passes])
+    return EvaluationResult(
+        losses=losses,
+        bits_per_byte=tuple(t / math.log(2) / num_bytes for t in totals[:num_passes]) if num_bytes else None,
+        hidden_deltas=tuple(total / num_tokens for total in totals[num_passes:-2]),
+    )

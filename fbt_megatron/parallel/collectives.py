@@ -1,0 +1,84 @@
+"""The few reductions this project does outside megatron-core and DeepSpeed, named by what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fbt_megatron.errors import FBTError
+
+T = TypeVar("T")
+
+
+def sum_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum of `values` over the ranks of a group (default: all), as a new tensor."""
+    total = values.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def max_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Element-wise maximum of `values` over the ranks of a group (default: all), as a new tensor."""
+    largest = values.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
+
+
+def any_rank_true(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """True on every rank where `flag` is true on at least one."""
+    return bool(max_across(torch.tensor(float(flag), device=device), group=group))
+
+
+def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The values of all ranks of a group, in rank order, on every rank."""
+    gathered: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def broadcast_object(value: T | None) -> T:
+    """The value of global rank 0, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # rank 0 put a T in the box
+
+
+def raise_together(error: FBTError | None) -> None:
+    """Raise on every rank if any rank has an error: its own, or the first of the others. All ranks call it.
+
+    One rank that fails alone leaves the others waiting in their next collective, and the user with a timeout in place
+    of the reason.
+    """
+    errors = [other for other in gather_objects(error) if other is not None]
+    if errors:
+        raise error if error is not None else errors[0]
+
+
+def agree_on_errors(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if it raises an FBTError on some, raise on all. `action` must not communicate."""
+    error: FBTError | None = None
+    result: list[T] = []
+    try:
+        result.append(action())
+    except FBTError as caught:
+        error = caught
+    raise_together(error)
+    return result[0]
+
+
+def agree_on_rank_zero(action: Callable[[], T]) -> T:
+    """Run `action` on global rank 0 and give its result, or raise its FBTError, on every rank."""
+    outcome: tuple[T | None, FBTError | None] | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome = action(), None
+        except FBTError as caught:
+            outcome = None, caught
+    result, error = broadcast_object(outcome)
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,114 @@
+"""Starts torch.distributed, builds megatron-core's process groups, and owns ranks and the device.
+
+Process order is megatron-core's: tensor parallel varies fastest, then data parallel, then pipeline.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from fbt_megatron.config.schema import ParallelConfig
+from fbt_megatron.errors import TopologyError
+
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ParallelTopology:
+    """Sizes, this process's ranks, its device and its process groups."""
+
+    world_size: int
+    rank: int
+    local_rank: int
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    device: torch.device
+    pg: ProcessGroupCollection
+    """megatron-core's groups: `.tp .pp .dp .mp .embd` and more."""
+    tp_dp_group: dist.ProcessGroup
+    """Tensor-and-data-parallel group of this pipeline stage: NorMuon exchanges matrices over it."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True on the first pipeline stage, which holds embedding and fusion."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True on the last pipeline stage, which holds final norm and head."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
+    """Start torch.distributed from torchrun's environment, or alone when there is none.
+
+    Raises TopologyError when only part of torchrun's variables is set.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    present = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+    if not present:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif len(present) == len(_TORCHRUN_VARIABLES):
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        missing = ", ".join(sorted(set(_TORCHRUN_VARIABLES) - set(present)))
+        raise TopologyError(
+            f"The environment has {', '.join(present)} but not {missing}. Start with torchrun, or unset them to run one process."
+        )
+
+
+def world_size_from_environment() -> int:
+    """Number of processes that the launcher says it started, before torch.distributed runs."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def build_topology(parallel: ParallelConfig) -> ParallelTopology:
+    """Build megatron-core's groups for a layout; needs `init_distributed` before.
+
+    Raises TopologyError when the factors do not divide the number of processes.
+    """
+    world_size = dist.get_world_size()
+    model_size = parallel.tensor * parallel.pipeline
+    if world_size % model_size:
+        raise TopologyError(
+            f"{world_size} processes do not fit parallel.tensor ({parallel.tensor}) x parallel.pipeline "
+            f"({parallel.pipeline}) = {model_size}: start a multiple of {model_size}."
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline, create_gloo_process_groups=False)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return ParallelTopology(
+        world_size=world_size,
+        rank=dist.get_rank(),
+        local_rank=local_rank,
+        tp_size=parallel.tensor,
+        pp_size=parallel.pipeline,
+        dp_size=world_size // model_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        device=torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu"),
+        pg=ProcessGroupCollection.use_mpu_process_groups(),
+        tp_dp_group=parallel_state.get_tensor_and_data_parallel_group(),
+    )
+
+
+def shutdown_distributed() -> None:
+    """Tear down megatron-core's groups and torch.distributed."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

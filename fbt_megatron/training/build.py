@@ -1,0 +1,95 @@
+"""Puts a run together: folder, checkpoint to go on from, data, model, engine, metrics. Every step of it fails early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fbt_megatron.checkpoint.manager import CheckpointManager
+from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.data.loader import TrainLoader, ValidationLoader, build_train_loader, build_validation_loader
+from fbt_megatron.model.builder import build_model
+from fbt_megatron.model.layout import parameter_layouts
+from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero
+from fbt_megatron.parallel.topology import ParallelTopology
+from fbt_megatron.planner import count_parameters
+from fbt_megatron.training.console import Console
+from fbt_megatron.training.engine import TrainEngine, build_engine
+from fbt_megatron.training.metrics import MetricsLogger
+from fbt_megatron.training.resume import check_same_run, find_start
+from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
+from fbt_megatron.training.train_state import Counters, load_tensors
+from fbt_megatron.training.trainer import RunParts, Trainer
+
+
+@contextmanager
+def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_changes: list[str]) -> Iterator[Trainer]:
+    """A trainer at the step where the run goes on; on leaving, files and reader processes are closed.
+
+    Raises the FBTError of the first thing that does not fit, on every rank, before a weight is built wherever possible.
+    """
+    folder = Path(config.train.run_dir)
+    with hold_run_dir(folder), Console(enabled=topology.rank == 0) as console:
+        console.open_log(folder / LOG_NAME)
+        checkpoints = CheckpointManager(folder / CHECKPOINTS_NAME, config=config.checkpoint, log=console.line)
+        checkpoints.prepare()
+        start = find_start(config, checkpoints)
+        if start is not None:
+            check_same_run(config, start[1], allowed=allowed_changes)
+        agree_on_rank_zero(lambda: write_config(config))
+        loader, validation = _open_data(config, topology, None if start is None else start[1])
+        engine = _build_engine(config, topology, console)
+        counters = _restore(start, engine, console)
+        console.line(_describe(config, topology, counters))
+        metrics = MetricsLogger(
+            folder,
+            console=console,
+            total_steps=config.train.steps,
+            resume_step=counters.step,
+            console_every=config.logging.console_every,
+            tensorboard=config.logging.tensorboard,
+        )
+        try:
+            parts = RunParts(engine, loader, validation, checkpoints, metrics, console)
+            yield Trainer(config, topology, parts, counters)
+        finally:
+            metrics.close()
+            loader.close()
+
+
+def _open_data(
+    config: RunConfig, topology: ParallelTopology, manifest: Manifest | None
+) -> tuple[TrainLoader, ValidationLoader | None]:
+    state = None if manifest is None else manifest.state["data"]
+    rank, size = topology.dp_rank, topology.dp_size
+    loader = agree_on_errors(lambda: build_train_loader(config, dp_rank=rank, dp_size=size, state=state))
+    return loader, agree_on_errors(lambda: build_validation_loader(config, dp_rank=rank, dp_size=size))
+
+
+def _build_engine(config: RunConfig, topology: ParallelTopology, console: Console) -> TrainEngine:
+    model = build_model(config, topology)
+    layouts = parameter_layouts(model, config, topology)
+    console.line(model.kernels.describe())
+    return build_engine(model, layouts, config, topology)
+
+
+def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: Console) -> Counters:
+    if start is None:
+        return Counters()
+    path, manifest = start
+    load_tensors(path, engine)
+    engine.optimizer.load_counters(manifest.state["optimizer"])
+    console.line(f"resumed from {path}")
+    return Counters(**manifest.state["counters"])
+
+
+def _describe(config: RunConfig, topology: ParallelTopology, counters: Counters) -> str:
+    parallel, train = config.parallel, config.train
+    return (
+        f"{count_parameters(config):,} parameters | {topology.world_size} processes: tensor {topology.tp_size} x pipeline "
+        f"{topology.pp_size} x data {topology.dp_size} on {topology.device.type} | ZeRO {parallel.zero_stage}, "
+        f"{parallel.precision} | {train.global_batch_size} rows x {config.model.seq_length} tokens per step | "
+        f"step {counters.step} of {train.steps}"
+    )

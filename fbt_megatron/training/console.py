@@ -1,0 +1,82 @@
+"""What a person sees of a run: lines on the terminal and in `log.txt`, and a progress bar where there is a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from tqdm import tqdm
+
+
+class Console:
+    """Lines and progress of rank 0; on other ranks nothing is printed."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._log: IO[str] | None = None
+        self._bar: tqdm | None = None
+
+    def open_log(self, path: Path) -> None:
+        """Append every further line to `path` as well, with the time of day."""
+        if self.enabled:
+            self._log = path.open("a", buffering=1)
+
+    def line(self, text: str) -> None:
+        """Print one line above the progress bar."""
+        if not self.enabled:
+            return
+        if self._bar is None:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
+        if self._log is not None:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+            self._log.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
+
+    def start_progress(self, *, done: int, total: int) -> None:
+        """Show a bar of `total` steps, where standard error is a terminal."""
+        if self.enabled and sys.stderr.isatty():
+            self._bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+    def advance(self) -> None:
+        """One step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        """End the bar and the log."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as people write it: `42s`, `7m05s`, `3h12m`, `2d04h`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def format_count(value: float) -> str:
+    """A large number with three digits and a unit: `812`, `9.83k`, `1.20M`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"

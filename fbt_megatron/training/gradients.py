@@ -1,0 +1,60 @@
+"""The gradients of one optimizer step, after the last backward pass and before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from fbt_megatron.parallel.collectives import sum_across
+
+
+def accumulated_gradient(parameter: Parameter) -> Tensor | None:
+    """The gradient that the next step will use, or None where no backward pass has reached the parameter.
+
+    In fp32 it is `parameter.grad`. In bf16 DeepSpeed accumulates into a flat fp32 buffer of [numel] and drops `.grad`;
+    whatever is summed into a gradient between backward and step has to go there.
+    """
+    high_precision = getattr(parameter, "_hp_grad", None)
+    return parameter.grad if high_precision is None else high_precision
+
+
+def all_finite(gradients: Sequence[Tensor]) -> bool:
+    """True where the joint 2-norm of this rank's gradients is a finite fp32 number.
+
+    A norm beyond fp32 counts as not finite: it could not be clipped.
+    """
+    return bool(torch.isfinite(torch.nn.utils.get_total_norm(gradients)))
+
+
+def average_across(gradients: Sequence[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its mean over a group, whose ranks pass the same shapes in the same order."""
+    pending = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+    for gradient, work in zip(gradients, pending, strict=True):
+        work.wait()
+        gradient.div_(dist.get_world_size(group))
+
+
+def global_norm(gradients: Sequence[Tensor], *, device: torch.device, group: dist.ProcessGroup) -> float:
+    """2-norm of the gradients of all ranks of a group, in fp64.
+
+    Each rank passes the gradients that it alone contributes, so that a replicated or tied parameter is counted once.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+    return float(sum_across(squares, group=group).sqrt())
+
+
+def clip(gradients: Sequence[Tensor], *, norm: float, max_norm: float) -> None:
+    """Scale gradients of global norm `norm` down to `max_norm`, with the factor `max_norm / (norm + 1e-6)`; 0: never.
+
+    Source: the factor is that of `torch.nn.utils.clip_grad_norm_` and of DeepSpeed, so that all stages agree.
+    """
+    factor = max_norm / (norm + 1e-6)
+    if max_norm > 0.0 and factor < 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)

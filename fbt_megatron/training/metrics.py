@@ -1,0 +1,185 @@
+"""Metrics of a run: one strict JSON object per optimizer step and per validation, TensorBoard, and the console line.
+
+Only rank 0 writes. The records hold plain numbers that are already reduced over all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from fbt_megatron.training.console import Console, format_count, format_duration
+
+METRICS_NAME = "metrics.jsonl"
+TENSORBOARD_NAME = "tensorboard"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes.
+
+    `losses` is the cross entropy of each pass per trained token; `loss` combines them, without `z_loss`. `grad_norm` is
+    the norm before clipping, None in a skipped step.
+    """
+
+    step: int
+    tokens: int
+    passes: int
+    loss: float
+    losses: tuple[float, ...]
+    z_loss: float
+    grad_norm: float | None
+    lr_normuon: float
+    lr_adam: float
+    weight_decay: float
+    skipped_steps: int
+    step_seconds: float
+    step_tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys and order of a line of `metrics.jsonl`."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "passes": self.passes,
+            "loss": self.loss,
+            **{f"loss_pass_{index}": loss for index, loss in enumerate(self.losses, start=1)},
+            "z_loss": self.z_loss,
+            "grad_norm": self.grad_norm,
+            "lr_normuon": self.lr_normuon,
+            "lr_adam": self.lr_adam,
+            "weight_decay": self.weight_decay,
+            "skipped_steps": self.skipped_steps,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.step_tokens / self.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One validation. Entry k - 1 of each tuple belongs to pass k; `hidden_deltas` starts at pass 2."""
+
+    step: int
+    tokens: int
+    losses: tuple[float, ...]
+    bits_per_byte: tuple[float, ...] | None
+    hidden_deltas: tuple[float, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys and order of a line of `metrics.jsonl`."""
+        record: dict[str, Any] = {"kind": "validation", "step": self.step, "tokens": self.tokens}
+        record |= {f"val_loss_pass_{k}": value for k, value in enumerate(self.losses, start=1)}
+        record |= {f"val_bpb_pass_{k}": value for k, value in enumerate(self.bits_per_byte or (), start=1)}
+        return record | {f"hidden_delta_pass_{k}": value for k, value in enumerate(self.hidden_deltas, start=2)}
+
+
+class MetricsLogger:
+    """Writes records to `metrics.jsonl`, TensorBoard and the console of rank 0.
+
+    `resume_step` is the step from which the run goes on: what an interrupted run wrote after it is removed, so that the
+    file reads as if the run had never stopped.
+    """
+
+    def __init__(self, run_dir: Path, *, console: Console, total_steps: int, resume_step: int, console_every: int, tensorboard: bool) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._console_every = console_every
+        self._recent_seconds: deque[float] = deque(maxlen=50)
+        self._writer: SummaryWriter | None = None
+        if console.enabled:
+            path = run_dir / METRICS_NAME
+            _keep_lines_up_to(path, resume_step)
+            self._file = path.open("a", buffering=1)
+            if tensorboard:
+                self._writer = SummaryWriter(str(run_dir / TENSORBOARD_NAME), purge_step=resume_step + 1)
+
+    def step(self, record: StepRecord) -> None:
+        """Log one optimizer step."""
+        self._recent_seconds.append(record.step_seconds)
+        if self._console.enabled:
+            self._write(record.as_dict())
+            self._tensorboard("train", record.step, record.as_dict())
+        if record.step % self._console_every == 0 or record.step in (1, self._total_steps) or record.grad_norm is None:
+            self._console.line(self._step_line(record))
+        self._console.advance()
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Log one validation."""
+        if self._console.enabled:
+            self._write(record.as_dict())
+            self._tensorboard("validation", record.step, record.as_dict())
+        losses = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
+        bits = "" if record.bits_per_byte is None else f" | bits per byte {record.bits_per_byte[0]:.4f}"
+        deltas = ", ".join(f"{delta:.3f}" for delta in record.hidden_deltas)
+        self._console.line(f"validation {record.step}/{self._total_steps} | {losses}{bits}" + (f" | hidden delta {deltas}" if deltas else ""))
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        if self._console.enabled:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _step_line(self, record: StepRecord) -> str:
+        per_pass = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
+        norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
+        # The passes of the recent steps differ, so the estimate rests on their mean.
+        seconds = sum(self._recent_seconds) / len(self._recent_seconds)
+        remaining = format_duration(seconds * (self._total_steps - record.step))
+        skipped = f" | skipped {record.skipped_steps}" if record.skipped_steps else ""
+        return (
+            f"step {record.step}/{self._total_steps} | loss {record.loss:.4f} ({per_pass}) | {norm} | "
+            f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {format_count(record.step_tokens / record.step_seconds)} tok/s | "
+            f"eta {remaining}{skipped}"
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+
+    def _tensorboard(self, group: str, step: int, record: dict[str, Any]) -> None:
+        if self._writer is None:
+            return
+        for key, value in record.items():
+            if isinstance(value, int | float) and key != "step":
+                self._writer.add_scalar(f"{group}/{key}", value, step)
+
+
+class StepTimer:
+    """Seconds since the last call."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap (or the start), and start the next."""
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        return seconds
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _keep_lines_up_to(path: Path, step: int) -> None:
+    """Remove records of later steps, and a last line that a kill cut short."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            kept.append(line + "\n")
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)

@@ -1,0 +1,70 @@
+"""The folder of a run: made once, checked to be writable before any work, and held by one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from fbt_megatron.config.loader import save_config
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.errors import FBTError
+from fbt_megatron.parallel.collectives import agree_on_rank_zero
+
+CONFIG_NAME = "config.yaml"
+LOG_NAME = "log.txt"
+CHECKPOINTS_NAME = "checkpoints"
+LOCK_NAME = ".lock"
+
+
+class RunDirError(FBTError):
+    """The run directory cannot be used."""
+
+    exit_status = 2
+
+
+@contextmanager
+def hold_run_dir(folder: Path) -> Iterator[None]:
+    """Create the folder of a run and hold it for this run alone; every rank enters together.
+
+    Raises RunDirError on every rank where the folder cannot be written or another run holds it.
+    """
+    locks: list[IO[str]] = []
+    agree_on_rank_zero(lambda: locks.append(_lock(folder)))
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def _lock(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_NAME).open("w")
+        # A lock of the kernel goes with its process, so a killed run leaves nothing to clean up.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunDirError(
+            f"train.run_dir={folder}: another run is writing there. Wait for it, stop it, or choose another folder."
+        ) from None
+    except OSError as error:
+        raise RunDirError(_cannot_write(folder, error)) from None
+    return lock
+
+
+def write_config(config: RunConfig) -> None:
+    """Write the resolved configuration to the run directory. Called on rank 0; raises RunDirError."""
+    folder = Path(config.train.run_dir)
+    temporary = folder / f"{CONFIG_NAME}.tmp"
+    try:
+        save_config(config, temporary)
+        temporary.replace(folder / CONFIG_NAME)
+    except OSError as error:
+        raise RunDirError(_cannot_write(folder, error)) from None
+
+
+def _cannot_write(folder: Path, error: OSError) -> str:
+    return f"train.run_dir={folder}: cannot be written ({error.strerror}). Choose a folder that this user can write."

@@ -1,0 +1,87 @@
+"""What a run is, between two steps: everything a checkpoint has to hold so that resuming equals never having stopped.
+
+Tensors: fp32 weights, NorMuon's momentum and row moments, Adam's moments, all as logical tensors. Numbers: the counters
+below, Adam's update counts, the cursor of every data stream. Nothing else has state: the learning rate, the number of
+passes and every random draw (jitter, prefix mixin) are pure functions of the configuration and of step, row and pass.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fbt_megatron.checkpoint.logical_shards import LogicalShards
+from fbt_megatron.checkpoint.manager import load_shards
+from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect, pieces_of
+from fbt_megatron.training.engine import TrainEngine
+
+_PACKAGES = ("torch", "megatron-core", "deepspeed", "webdataset", "numpy")
+
+
+@dataclass
+class Counters:
+    """Progress of a run. `tokens` counts rows x S, not times the passes."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values for a manifest; `Counters(**values)` reads them back."""
+        return asdict(self)
+
+
+def shards_of(engine: TrainEngine) -> dict[str, LogicalShards]:
+    """Views of this rank's part of the weights and of all optimizer state, by canonical name; reading them saves."""
+    return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine)
+
+
+def load_tensors(path: Path, engine: TrainEngine) -> None:
+    """Set weights and optimizer state from a checkpoint, whatever layout wrote it.
+
+    Raises CheckpointError where a tensor is missing or has another shape.
+    """
+    # Each rank reads its whole parameters: the copies that compute need them, and ZeRO's fragment is a part of them.
+    buffers = {name: torch.zeros(layout.shape) for name, layout in engine.layouts.items()}
+    parts = [
+        (piece.tensor, piece.place, piece.view(buffers[name].view(-1)))
+        for name, layout in engine.layouts.items()
+        for piece in pieces_of(layout)
+    ]
+    load_shards(path, _group(parts, prefix="weights") | _optimizer_shards(engine))
+    engine.load_weights(buffers)
+
+
+def software_versions() -> dict[str, str]:
+    """Versions that a checkpoint records."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _master_parts(engine: TrainEngine) -> list[tuple[LogicalTensor, Rect, Tensor]]:
+    return [
+        (piece.tensor, piece.place, piece.view(flat))
+        for fragment, flat in engine.master_fragments()
+        for piece in pieces_of(fragment.layout, start=fragment.start, stop=fragment.stop)
+    ]
+
+
+def _optimizer_shards(engine: TrainEngine) -> dict[str, LogicalShards]:
+    shards = {}
+    for state, tensor, pieces in engine.optimizer.state_tensors():
+        shards[f"optimizer/{state}/{tensor.name}"] = LogicalShards(tensor.shape, pieces)
+    return shards
+
+
+def _group(parts: list[tuple[LogicalTensor, Rect, Tensor]], *, prefix: str) -> dict[str, LogicalShards]:
+    by_name: dict[str, list[tuple[Rect, Tensor]]] = defaultdict(list)
+    shapes = {}
+    for tensor, rect, view in parts:
+        by_name[tensor.name].append((rect, view))
+        shapes[tensor.name] = tensor.shape
+    return {f"{prefix}/{name}": LogicalShards(shapes[name], pieces) for name, pieces in by_name.items()}

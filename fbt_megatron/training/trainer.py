@@ -1,0 +1,213 @@
+"""The run: owns the parts and the order of one step, and nothing else.
+
+shards -> loader -> pass plan -> passes (forward_backward) -> engine (ZeRO, NorMuon/Adam) -> metrics -> checkpoint
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fbt_megatron.checkpoint.manager import CheckpointManager
+from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.config.loader import config_to_dict
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.data.batch import TrainBatch
+from fbt_megatron.data.loader import TrainLoader, ValidationLoader
+from fbt_megatron.data.loader_state import merge_loader_states
+from fbt_megatron.errors import DataError
+from fbt_megatron.evaluation.validation import evaluate
+from fbt_megatron.model.noise import FeedbackNoise
+from fbt_megatron.model.pass_schedule import PassPlan, build_pass_schedule
+from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay
+from fbt_megatron.optim.optimizer import StepSettings
+from fbt_megatron.parallel.collectives import agree_on_errors, gather_objects, raise_together, sum_across
+from fbt_megatron.parallel.topology import ParallelTopology
+from fbt_megatron.training.console import Console, format_duration
+from fbt_megatron.training.engine import StepResult, TrainEngine
+from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
+from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
+from fbt_megatron.training.resilience import StopSignal, check_skips
+from fbt_megatron.training.train_state import Counters, shards_of, software_versions
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a trainer drives; built by `build.build_trainer`."""
+
+    engine: TrainEngine
+    loader: TrainLoader
+    validation: ValidationLoader | None
+    checkpoints: CheckpointManager
+    metrics: MetricsLogger
+    console: Console
+
+
+class Trainer:
+    """Trains from `counters.step` to the end of the run, or until it is asked to stop."""
+
+    def __init__(self, config: RunConfig, topology: ParallelTopology, parts: RunParts, counters: Counters) -> None:
+        steps, seed = config.train.steps, config.train.seed
+        self.config = config
+        self.topology = topology
+        self.engine = parts.engine
+        self.loader = parts.loader
+        self.validation = parts.validation
+        self.checkpoints = parts.checkpoints
+        self.metrics = parts.metrics
+        self.console = parts.console
+        self.counters = counters
+        self.pass_schedule = build_pass_schedule(config.feedback, steps=steps, seed=seed)
+        self.lr_schedule = WSDSchedule(config.lr_schedule, steps)
+        self.noise = FeedbackNoise(seed, config.feedback.jitter, config.feedback.prefix_mixin)
+        self._saved_step = counters.step
+        self._timer = StepTimer()
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this process stops of itself."""
+        stop_step = self.config.train.stop_step
+        return self.config.train.steps if stop_step is None else min(stop_step, self.config.train.steps)
+
+    def train(self, stop: StopSignal) -> int:
+        """Run to the end; returns 0, or the number of the signal that stopped the run with a checkpoint."""
+        signal_number = 0
+        if self.counters.step == 0:
+            self.validate()
+        self._timer.lap()
+        while self.counters.step < self.last_step:
+            signal_number = stop.agreed(device=self.topology.device)
+            if signal_number:
+                break
+            record = self.train_step()
+            self.metrics.step(record)
+            step = self.counters.step
+            check_skips(self.counters, self.config.resilience)
+            if step % self.config.evaluation.every == 0 or step == self.config.train.steps:
+                self.validate()
+            if step % self.config.checkpoint.every == 0:
+                self.save()
+        self.save()
+        return signal_number
+
+    def train_step(self) -> StepRecord:
+        """One optimizer step: the passes of its plan over its micro-batches, then the update."""
+        step = self.counters.step + 1
+        plan = self.pass_schedule.plan(step)
+        batches, num_tokens = self._next_batches()
+        losses = forward_backward(
+            self.engine.module,
+            batches,
+            plan,
+            num_tokens=num_tokens,
+            z_loss=self.z_loss(step),
+            noise=self.noise,
+            topology=self.topology,
+        )
+        settings = self.step_settings(step, plan)
+        result = self.engine.step(settings)
+        self._advance(step, result)
+        return self._step_record(plan, losses, num_tokens, settings, result)
+
+    def step_settings(self, step: int, plan: PassPlan) -> StepSettings:
+        """Learning rates and weight decays of a step; the decay follows the rate."""
+        factor = self.lr_schedule.factor(step)
+        normuon, adam = self.config.optimizer.normuon, self.config.optimizer.adam
+        return StepSettings(
+            lr_normuon=normuon.lr * factor,
+            lr_adam=adam.lr * factor,
+            weight_decay_normuon=scheduled_weight_decay(normuon.weight_decay, factor),
+            weight_decay_adam=scheduled_weight_decay(adam.weight_decay, factor),
+            uses_feedback=plan.uses_feedback,
+        )
+
+    def z_loss(self, step: int) -> float:
+        """Coefficient of the z-loss in a step."""
+        loss = self.config.loss
+        return loss.z_loss if loss.z_loss_when == "always" or self.lr_schedule.in_cooldown(step) else 0.0
+
+    def validate(self) -> None:
+        """Evaluate all trained passes and `evaluation.extra_passes` more on the validation data, and log it."""
+        if self.validation is None:
+            return
+        num_passes = self.config.feedback.max_passes + self.config.evaluation.extra_passes
+        validation = self.validation
+        batches = agree_on_errors(lambda: [batch for step in validation for batch in step])
+        module = self.engine.module.eval()
+        result = evaluate(
+            lambda batch: forward_only(module, batch, num_passes=num_passes, topology=self.topology),
+            batches,
+            token_bytes=self.validation.token_bytes,
+            group=self.topology.pg.dp,
+        )
+        module.train()
+        counters = self.counters
+        self.metrics.validation(
+            ValidationRecord(counters.step, counters.tokens, result.losses, result.bits_per_byte, result.hidden_deltas)
+        )
+        self._timer.lap()
+
+    def save(self) -> None:
+        """Save a checkpoint of the current step, unless it is saved already."""
+        if self._saved_step == self.counters.step:
+            return
+        state = {
+            "counters": self.counters.as_dict(),
+            "optimizer": self.engine.optimizer.counters(),
+            "data": merge_loader_states(gather_objects(self.loader.state_dict(), group=self.topology.pg.dp)),
+        }
+        manifest = Manifest(self.counters.step, state, config_to_dict(self.config), software_versions(), files={})
+        report = self.checkpoints.save(manifest, shards_of(self.engine))
+        self._saved_step = self.counters.step
+        size = f"{report.num_bytes / 1e6:,.1f} MB"
+        self.console.line(f"checkpoint {report.path} | {size} in {format_duration(report.seconds)}")
+        self._timer.lap()
+
+    def _next_batches(self) -> tuple[list[TrainBatch], int]:
+        """This rank's micro-batches of the next step, and the number of trained tokens of all ranks' together.
+
+        The number is never 0: a row has more tokens than it can have document ends. Raises DataError on all ranks.
+        """
+        batches: list[TrainBatch] = []
+        error: DataError | None = None
+        try:
+            batches = self.loader.next_step()
+        except DataError as caught:
+            error = caught
+        own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None)])
+        num_tokens, failures = sum_across(own.to(self.topology.device), group=self.topology.pg.dp).tolist()
+        if failures:
+            raise_together(error)
+        return batches, num_tokens
+
+    def _advance(self, step: int, result: StepResult) -> None:
+        self.counters.step = step
+        self.counters.tokens += self._step_tokens
+        self.counters.skipped_steps += int(result.skipped)
+        self.counters.consecutive_skips = self.counters.consecutive_skips + 1 if result.skipped else 0
+
+    @property
+    def _step_tokens(self) -> int:
+        return self.config.train.global_batch_size * self.config.model.seq_length
+
+    def _step_record(
+        self, plan: PassPlan, losses: StepLosses, num_tokens: int, settings: StepSettings, result: StepResult
+    ) -> StepRecord:
+        sums = sum_across(torch.stack([losses.cross_entropy, losses.z_sum]), group=self.topology.pg.dp)
+        cross_entropy, z_mean = (sums / num_tokens).tolist()
+        return StepRecord(
+            step=self.counters.step,
+            tokens=self.counters.tokens,
+            passes=plan.num_passes,
+            loss=sum(weight * loss for weight, loss in zip(plan.weights, cross_entropy, strict=True)),
+            losses=tuple(cross_entropy),
+            z_loss=self.z_loss(self.counters.step) * sum(w * z for w, z in zip(plan.weights, z_mean, strict=True)),
+            grad_norm=result.grad_norm,
+            lr_normuon=settings.lr_normuon,
+            lr_adam=settings.lr_adam,
+            weight_decay=settings.weight_decay_normuon,
+            skipped_steps=self.counters.skipped_steps,
+            step_seconds=self._timer.lap(),
+            step_tokens=self._step_tokens,
+        )

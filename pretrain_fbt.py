@@ -1,0 +1,81 @@
+"""Pretrain a full-bandwidth transformer.
+
+    python pretrain_fbt.py --config configs/quickstart.yaml
+    torchrun --nproc-per-node=8 pretrain_fbt.py --config configs/fbt_125m.yaml train.steps=20000 optimizer.normuon.lr=0.02
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+
+from fbt_megatron.config.loader import load_config
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.config.validation import validate_world_size
+from fbt_megatron.errors import FBTError
+
+
+def main() -> int:
+    """Exit status: README, "exit status"."""
+    arguments = parse_arguments()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            return dry_run(config, arguments.world_size)
+        validate_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+        return pretrain(config, arguments.allow_config_change)
+    except FBTError as error:
+        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file, e.g. configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys that replace those of the file")
+    parser.add_argument("--dry-run", action="store_true", help="print configuration, layout, parameters and pass plan")
+    parser.add_argument("--world-size", type=int, default=1, metavar="N", help="with --dry-run: number of processes")
+    parser.add_argument(
+        "--allow-config-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume although this key differs from the checkpoint's (repeatable)",
+    )
+    return parser.parse_args()
+
+
+def dry_run(config: RunConfig, world_size: int) -> int:
+    """Print what a run would be, without processes, data or weights."""
+    from fbt_megatron.planner import format_dry_run
+
+    validate_world_size(config, world_size)
+    print(format_dry_run(config, world_size))
+    return 0
+
+
+def pretrain(config: RunConfig, allowed_changes: list[str]) -> int:
+    """Train; returns the exit status."""
+    # Imported here, so that --help and a mistake in the configuration answer at once and not after megatron-core.
+    with warnings.catch_warnings(action="ignore"):
+        from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed
+        from fbt_megatron.training.build import open_trainer
+        from fbt_megatron.training.resilience import StopSignal
+
+    with StopSignal() as stop:
+        init_distributed()
+        try:
+            topology = build_topology(config.parallel)
+            with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
+                signal_number = trainer.train(stop)
+        finally:
+            shutdown_distributed()
+    return 128 + signal_number if signal_number else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

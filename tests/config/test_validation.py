@@ -1,0 +1,148 @@
+"""Rules between sections, each broken alone, and the fit of a configuration to a number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fbt_megatron.config import validation
+from fbt_megatron.config.schema import DataConfig, RunConfig, SchedulePhase
+from fbt_megatron.config.validation import validate_config, validate_world_size
+from fbt_megatron.errors import ConfigError, TopologyError
+
+
+def config_with(**changes: object) -> RunConfig:
+    """A valid configuration with keys changed, given as section__key=value."""
+    config = RunConfig(data=DataConfig(train="folder"))
+    for name, value in changes.items():
+        section, key = name.split("__")
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def problems_of(config: RunConfig) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        validate_config(config)
+    return caught.value.problems
+
+
+def test_the_base_of_these_tests_is_valid():
+    validate_config(config_with())
+    validate_world_size(config_with(), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"train__global_batch_size": 510, "train__micro_batch_size": 4, "data__streams": 8}, "Nearest: 504, 512."),
+        ({"train__global_batch_size": 20}, "data.streams=8: must divide train.global_batch_size (20)"),
+        ({"data__streams": 5}, "Allowed here: 2, 4, 8, 16."),
+        ({"data__workers": 3}, "data.workers=3: must divide the groups of micro_batch_size streams on each rank"),
+        ({"lr_schedule__warmup_steps": 751}, "Use at most 750 warm-up steps"),
+        ({"train__stop_step": 1001}, "train.stop_step=1001: lies after the end of the run"),
+        ({"feedback__fusion": "none", "evaluation__extra_passes": 1}, "evaluation.extra_passes=1: feedback.fusion is none"),
+        ({"feedback__schedule": (SchedulePhase(0.5),)}, "feedback.schedule[0].until=0.5: the last phase must end with the run"),
+        ({"feedback__schedule": (SchedulePhase(1),)}, "feedback.schedule[0].until=1: the last phase must end with the run"),
+        (
+            {"feedback__schedule": (SchedulePhase(700), SchedulePhase(0.7), SchedulePhase(1.0))},
+            "feedback.schedule[1].until=0.7: the phase ends at step 700, but the one before it at step 700",
+        ),
+        ({"parallel__tensor": 2}, "parallel.tensor=2: not available in this version. Set tensor: 1."),
+        ({"parallel__pipeline": 2}, "parallel.pipeline=2: not available in this version. Set pipeline: 1."),
+        ({"parallel__recompute": "full"}, "parallel.recompute=full: not available in this version."),
+        ({"optimizer__grad_clip": -1.0}, "optimizer.grad_clip=-1.0: must not be negative."),
+        ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
+        ({"model__num_layers": 0}, "model.num_layers=0: must be greater than 0."),
+    ],
+)  # fmt: skip
+def test_each_broken_rule_is_one_problem(changes, expected):
+    (problem,) = problems_of(config_with(**changes))
+    assert expected in problem
+
+
+def test_sequence_parallelism_is_refused_and_explained():
+    problems = problems_of(config_with(parallel__sequence=True))
+    assert problems[0] == "parallel.sequence=true: not available in this version. Set sequence: false."
+    assert "parallel.tensor is 1" in problems[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lr_schedule__warmup_steps": 750},
+        {"train__stop_step": 1000},
+        {"data__workers": 4},
+        {"feedback__schedule": (SchedulePhase(0.7), SchedulePhase(701), SchedulePhase(1000))},
+        {"parallel__zero_stage": 0, "parallel__precision": "fp32"},
+        {"data__streams": 16},
+    ],
+)
+def test_the_edge_of_each_rule_is_allowed(changes):
+    validate_config(config_with(**changes))
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "expected"),
+    [
+        (validation.pipeline_divides_layers, {"parallel__pipeline": 3}, ["model.num_layers=4: must be a multiple of parallel.pipeline (3)"]),
+        (validation.pipeline_divides_layers, {"parallel__pipeline": 4}, []),
+        (validation.tensor_divides_model, {"parallel__tensor": 8}, ["model.num_attention_heads=4", "model.num_query_groups=4"]),
+        (validation.tensor_divides_model, {"parallel__tensor": 3}, ["model.hidden_size=128", "model.num_attention_heads=4", "model.num_query_groups=4"]),
+        (validation.tensor_divides_model, {"parallel__tensor": 4}, []),
+        (validation.sequence_parallel_needs_tensor_parallel, {"parallel__sequence": True, "parallel__tensor": 3}, ["model.seq_length=512"]),
+        (validation.sequence_parallel_needs_tensor_parallel, {"parallel__sequence": True, "parallel__tensor": 2}, []),
+        (validation.microbatches_fill_pipeline, {"parallel__pipeline": 16}, ["train.global_batch_size=16: leaves each rank 8 micro-batches"]),
+        (validation.microbatches_fill_pipeline, {"parallel__pipeline": 8}, []),
+    ],
+)  # fmt: skip
+def test_rules_of_layouts(rule, changes, expected):
+    problems = list(rule(config_with(**changes)))
+    assert len(problems) == len(expected)
+    for problem, start in zip(problems, expected, strict=True):
+        assert problem.startswith(start)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_world_sizes_that_fit(world_size):
+    validate_world_size(config_with(), world_size)
+
+
+def test_world_size_that_the_batch_does_not_divide_over():
+    with pytest.raises(TopologyError) as caught:
+        validate_world_size(config_with(), 3)
+    message = str(caught.value)
+    assert "3 processes (tensor 1 x pipeline 1 x data 3)" in message
+    assert (
+        "train.global_batch_size=16: must be a multiple of train.micro_batch_size (2) x data-parallel size (3) = 6"
+        in message
+    )
+    assert "Data-parallel sizes that fit it as it is: 1, 2, 4." in message  # fmt: skip
+
+
+def test_world_size_beyond_the_streams():
+    with pytest.raises(TopologyError, match=r"data\.streams=8: must divide .* and be a multiple of .* = 16"):
+        validate_world_size(config_with(), 8)
+
+
+def test_workers_that_fit_one_process_but_not_two():
+    config = config_with(data__workers=4)
+    validate_world_size(config, 1)
+    with pytest.raises(TopologyError, match=r"data\.workers=4: .* Allowed here: 0, 1, 2\."):
+        validate_world_size(config, 2)
+
+
+def test_world_size_that_is_no_multiple_of_the_layout():
+    config = config_with(parallel__tensor=2, parallel__pipeline=2)
+    with pytest.raises(TopologyError, match=r"tensor \(2\) x parallel\.pipeline \(2\) = 4.*Nearest: 4, 8 processes"):
+        validate_world_size(config, 6)
+    validate_world_size(config, 8)
+
+
+def test_pipeline_that_one_replica_fills_but_two_do_not():
+    config = config_with(parallel__pipeline=8)
+    validate_world_size(config, 8)
+    with pytest.raises(
+        TopologyError, match=r"leaves each rank 4 micro-batches .* parallel\.pipeline=8 needs at least 8"
+    ):
+        validate_world_size(config, 16)

@@ -1,0 +1,359 @@
+"""Order, exact resume and equal work of the loaders, for every number of ranks and readers.
+
+Each document is `S` copies of its own id and its end, so a token tells its document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.data.loader import build_train_loader, build_validation_loader
+from fbt_megatron.data.loader_state import merge_loader_states
+from fbt_megatron.errors import DataError
+from tests.data.datasets import run_config, write_dataset, write_tar
+
+SEQ_LENGTH = 8
+EOS = 256
+UNEVEN = (5, 3, 1)
+
+
+def numbered_documents(counts: tuple[int, ...], length: int = SEQ_LENGTH) -> list[list[list[int]]]:
+    """Shards of so many documents; document d of the data set is `length - 1` times d, then EOS."""
+    numbers = iter(range(sum(counts)))
+    return [[[next(numbers)] * (length - 1) + [EOS] for _ in range(count)] for count in counts]
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
+    """Three shards of 5, 3 and 1 documents, each document exactly one row long."""
+    return write_dataset(tmp_path / "uneven", numbered_documents(UNEVEN))
+
+
+def rows_by_number(steps: list[list[TrainBatch]]) -> dict[int, list[int]]:
+    """Tokens of each global row."""
+    rows: dict[int, list[int]] = {}
+    for batch in (batch for step in steps for batch in step):
+        for number, tokens in zip(batch.rows.tolist(), batch.tokens.tolist(), strict=True):
+            assert number not in rows, "a row was read twice"
+            rows[number] = tokens
+    return rows
+
+
+def read_rows(config: RunConfig, num_steps: int, dp_size: int = 1) -> dict[int, list[int]]:
+    """Tokens of each row of the first steps, read by all ranks."""
+    rows: dict[int, list[int]] = {}
+    for dp_rank in range(dp_size):
+        loader = build_train_loader(config, dp_rank=dp_rank, dp_size=dp_size)
+        mine = rows_by_number([loader.next_step() for _ in range(num_steps)])
+        loader.close()
+        assert not rows.keys() & mine.keys()
+        rows |= mine
+    return rows
+
+
+def as_lists(steps: list[list[TrainBatch]]) -> list[list[dict[str, Any]]]:
+    return [[{name: tensor.tolist() for name, tensor in vars(batch).items()} for batch in step] for step in steps]
+
+
+def test_shapes_types_and_row_numbers(uneven: Path) -> None:
+    config = run_config(uneven, streams=8, micro_batch_size=2, global_batch_size=16)
+    loader = build_train_loader(config, dp_rank=1, dp_size=2)
+    steps = [loader.next_step() for _ in range(2)]
+    # 8 streams, 2 ranks: rank 1 owns streams 4 to 7, in groups of 2; a step has 2 cycles.
+    assert [[batch.rows.tolist() for batch in step] for step in steps] == [
+        [[4, 5], [6, 7], [12, 13], [14, 15]],
+        [[20, 21], [22, 23], [28, 29], [30, 31]],
+    ]
+    batch = steps[0][0]
+    for name in ("tokens", "labels", "positions", "document_ids"):
+        assert getattr(batch, name).shape == (2, SEQ_LENGTH)
+        assert getattr(batch, name).dtype == torch.int64
+    assert batch.num_trained_tokens == 2 * (SEQ_LENGTH - 1)
+    assert batch.to("cpu").tokens.equal(batch.tokens)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_uneven_shards_give_every_rank_the_same_work(uneven: Path, workers: int) -> None:
+    """Ids come at most once per epoch and rank work is equal, however many steps are run."""
+    config = run_config(uneven, streams=8, micro_batch_size=2, global_batch_size=8, workers=workers)
+    loaders = [build_train_loader(config, dp_rank=rank, dp_size=2) for rank in range(2)]
+    seen: Counter[int] = Counter()
+    for max_steps in range(1, 13):
+        steps = [loader.next_step() for loader in loaders]
+        assert [len(step) for step in steps] == [2, 2], max_steps
+        seen.update(int(tokens[0]) for step in steps for batch in step for tokens in batch.tokens)
+        # 9 ids in 8 streams: a stream has one or two per epoch, so after n steps an id was read between n/2 and n times.
+        assert set(seen) <= set(range(9))
+        assert max(seen.values()) <= max_steps
+        assert max_steps < 2 or min(seen[number] for number in range(9)) >= max_steps // 2
+    for loader in loaders:
+        loader.close()
+
+
+def test_each_document_once_per_epoch_and_epochs_differ(uneven: Path) -> None:
+    """With one stream the epochs are visible one after the other."""
+    config = run_config(uneven, streams=1, global_batch_size=1)
+    rows = read_rows(config, 9 * 4)
+    epochs = [[rows[n][0] for n in range(9 * e, 9 * e + 9)] for e in range(4)]
+    for ids in epochs:
+        assert sorted(ids) == list(range(9))
+    assert all(a != b for a, b in zip(epochs, epochs[1:], strict=False))
+
+
+def test_streams_partition_an_epoch(tmp_path: Path) -> None:
+    """12 documents in 4 streams: 3 rows of each stream are one epoch."""
+    folder = write_dataset(tmp_path, numbered_documents((5, 3, 1, 3)))
+    rows = read_rows(run_config(folder, streams=4, global_batch_size=4), 6)
+    for epoch in range(2):
+        ids = [rows[n][0] for n in range(12 * epoch, 12 * epoch + 12)]
+        assert sorted(ids) == list(range(12))
+
+
+def test_one_shard_serves_two_ranks(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path, numbered_documents((8,)))
+    rows = read_rows(run_config(folder, streams=4, global_batch_size=4), 2, dp_size=2)
+    assert sorted(tokens[0] for tokens in rows.values()) == list(range(8))
+
+
+def test_the_order_does_not_depend_on_ranks_or_readers(tmp_path: Path) -> None:
+    """Documents of many lengths, so that rows cut them."""
+    texts = [[n] * (3 + 7 * n % 23) + [EOS] for n in range(50)]
+    folder = write_dataset(tmp_path, [texts[:20], texts[20:27], texts[27:]])
+    base = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16)
+    expected = read_rows(base, 12)
+    assert len(expected) == 12 * 16
+    for dp_size in (2, 4):
+        assert read_rows(base, 12, dp_size) == expected
+    for workers in (1, 2, 3):
+        config = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16, workers=workers)
+        assert read_rows(config, 12) == expected
+    assert read_rows(run_config(folder, streams=8, micro_batch_size=1, global_batch_size=8), 24) == expected
+
+
+def test_seeds(uneven: Path) -> None:
+    rows = [read_rows(run_config(uneven, seed=seed), 6) for seed in (1, 1, 2)]
+    assert rows[0] == rows[1]
+    assert rows[0] != rows[2]
+
+
+@pytest.mark.parametrize(("before", "after", "workers"), [(1, 1, 0), (2, 4, 0), (4, 1, 2), (1, 2, 2)])
+def test_resume_is_exact_with_other_ranks_and_readers(tmp_path: Path, before: int, after: int, workers: int) -> None:
+    texts = [[n] * (3 + 7 * n % 23) + [EOS] for n in range(50)]
+    folder = write_dataset(tmp_path, [texts[:20], texts[20:27], texts[27:]])
+    whole = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16)
+    expected = read_rows(whole, 20)
+    config = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16, workers=workers)
+    first = [build_train_loader(config, dp_rank=rank, dp_size=before) for rank in range(before)]
+    rows: dict[int, list[int]] = {}
+    for loader in first:
+        rows |= rows_by_number([loader.next_step() for _ in range(11)])
+    state = json.loads(json.dumps(merge_loader_states([loader.state_dict() for loader in first])))
+    for rank in range(after):
+        loader = build_train_loader(config, dp_rank=rank, dp_size=after, state=state)
+        rows |= rows_by_number([loader.next_step() for _ in range(9)])
+        loader.close()
+    for loader in first:
+        loader.close()
+    assert rows == expected
+
+
+def test_resume_repeats_everything_in_a_batch(tmp_path: Path) -> None:
+    texts = [[n] * (1 + 5 * n % 17) + [EOS] for n in range(30)]
+    config = run_config(write_dataset(tmp_path, [texts]), streams=2, micro_batch_size=2, global_batch_size=2)
+    straight = build_train_loader(config, dp_rank=0, dp_size=1)
+    for _ in range(40):
+        state = straight.state_dict()
+        step = straight.next_step()
+        resumed = build_train_loader(config, dp_rank=0, dp_size=1, state=state)
+        assert as_lists([resumed.next_step()]) == as_lists([step])
+        assert resumed.last_documents == straight.last_documents
+    assert straight.epoch > 1
+
+
+def test_the_state_is_that_of_the_batches_handed_out(uneven: Path) -> None:
+    """Readers that run ahead do not move it."""
+    states = []
+    for workers in (0, 2):
+        config = run_config(uneven, streams=4, global_batch_size=4, workers=workers)
+        loader = build_train_loader(config, dp_rank=0, dp_size=1)
+        assert loader.state_dict()["cursors"]["0"] == {"epoch": 0, "document": 0, "offset": 0}
+        loader.next_step()
+        time.sleep(0.2)
+        states.append(loader.state_dict())
+        loader.close()
+    assert states[0] == states[1]
+    assert states[0]["cycle"] == 1
+
+
+def test_closing_and_going_on_loses_nothing(uneven: Path) -> None:
+    config = run_config(uneven, workers=2)
+    expected = read_rows(config, 6)
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    steps = []
+    for _ in range(6):
+        steps.append(loader.next_step())
+        loader.close()
+    assert rows_by_number(steps) == expected
+
+
+def test_documents_of_a_step_are_named(uneven: Path) -> None:
+    loader = build_train_loader(run_config(uneven), dp_rank=0, dp_size=1)
+    step = loader.next_step()
+    shard_starts = {0: 0, 1: 5, 2: 8}
+    for batch, named in zip(step, loader.last_documents, strict=True):
+        for tokens, keys in zip(batch.tokens.tolist(), named, strict=True):
+            shard, _, document = keys[0].partition("-")
+            assert tokens[0] == shard_starts[int(shard)] + int(document)
+
+
+def test_reading_draws_nothing_from_the_global_generator(uneven: Path) -> None:
+    for workers in (0, 2):
+        torch.manual_seed(3)
+        loader = build_train_loader(run_config(uneven, workers=workers), dp_rank=0, dp_size=1)
+        loader.next_step()
+        loader.close()
+        drawn = torch.rand(4)
+        torch.manual_seed(3)
+        assert drawn.equal(torch.rand(4))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_reader_is_the_error_of_the_loader(tmp_path: Path, workers: int) -> None:
+    documents = numbered_documents((16,))
+    documents[0][11][2] = 300
+    config = run_config(write_dataset(tmp_path, documents), workers=workers)
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    with pytest.raises(DataError, match=r"^/.*shard-00000\.tar: sample 0-11: token id 300 at position 2 .*$"):
+        for _ in range(5):
+            loader.next_step()
+    loader.close()
+
+
+def child_processes() -> set[int]:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    return {int(child) for child in children.read_text().split()}
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the list of child processes of Linux")
+def test_readers_end_with_the_loader_and_outlive_signals_to_the_group(uneven: Path) -> None:
+    before = child_processes()
+    previous = signal.signal(signal.SIGTERM, lambda *_: None)  # as the trainer does
+    try:
+        loader = build_train_loader(run_config(uneven, workers=2), dp_rank=0, dp_size=1)
+        loader.next_step()
+        readers = child_processes() - before
+        assert len(readers) == 2
+        assert all(os.getpgid(reader) != os.getpgid(0) for reader in readers)
+        for reader in readers:
+            os.kill(reader, signal.SIGINT)
+        loader.next_step()
+        started = time.monotonic()
+        loader.close()
+        assert not child_processes() & readers
+        assert time.monotonic() - started < 4.0
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_fewer_readers_are_used_where_groups_do_not_divide(uneven: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = run_config(uneven, streams=6, global_batch_size=6, workers=4)
+    rows = read_rows(config, 3)
+    assert "data.workers=4: using 3" in caplog.text
+    assert rows == read_rows(run_config(uneven, streams=6, global_batch_size=6), 3)
+
+
+def test_training_data_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    few = write_dataset(tmp_path / "few", numbered_documents((2, 1), length=100))
+    with pytest.raises(DataError, match=r"data\.streams=4: the training data has only 3 documents"):
+        build_train_loader(run_config(few), dp_rank=0, dp_size=1)
+    short = write_dataset(tmp_path / "short", numbered_documents((8,)))
+    with pytest.raises(DataError, match=r"model\.seq_length=16: a row takes 17 tokens, .* share 64 .* about 16 each"):
+        build_train_loader(run_config(short, seq_length=16), dp_rank=0, dp_size=1)
+    build_train_loader(run_config(short, seq_length=15), dp_rank=0, dp_size=1)
+
+
+def test_text_without_content_is_refused(tmp_path: Path) -> None:
+    blank = [(f"{n}.txt", b" " * 100) for n in range(4)]
+    write_tar(tmp_path / "a.tar", blank)
+    config = run_config(tmp_path / "a.tar", tokenizer="bytes")
+    with pytest.raises(DataError, match=r"stream 0 of data\.streams=4 found no tokens in epoch 0"):
+        build_train_loader(config, dp_rank=0, dp_size=1).next_step()
+
+
+def test_a_state_of_other_streams_or_data_is_refused(uneven: Path, tmp_path: Path) -> None:
+    state = build_train_loader(run_config(uneven), dp_rank=0, dp_size=1).state_dict()
+    with pytest.raises(DataError, match=r"data\.streams=2: the checkpoint was made with 4"):
+        build_train_loader(run_config(uneven, streams=2), dp_rank=0, dp_size=1, state=state)
+    other = write_dataset(tmp_path / "other", numbered_documents((4, 5)))
+    with pytest.raises(DataError, match=r"data\.train: not the data set that the checkpoint was made with"):
+        build_train_loader(run_config(other), dp_rank=0, dp_size=1, state=state)
+    with pytest.raises(DataError, match="format 99"):
+        build_train_loader(run_config(uneven), dp_rank=0, dp_size=1, state={**state, "version": 99})
+
+
+def test_token_bytes(uneven: Path, tmp_path: Path) -> None:
+    config = run_config(uneven, validation=uneven)
+    for loader in (
+        build_train_loader(config, dp_rank=0, dp_size=1),
+        build_validation_loader(config, dp_rank=0, dp_size=1),
+    ):
+        assert loader is not None
+        assert loader.token_bytes is not None
+        assert loader.token_bytes.tolist() == [1] * 256 + [0]
+
+
+def validation_steps(config: RunConfig, dp_size: int) -> list[list[list[TrainBatch]]]:
+    """Global batches of each rank."""
+    loaders = [build_validation_loader(config, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
+    return [list(loader) for loader in loaders if loader is not None]
+
+
+def trained_labels(batches: list[list[TrainBatch]]) -> Counter[int]:
+    labels = torch.cat([batch.labels.flatten() for step in batches for batch in step])
+    return Counter(labels[labels != IGNORE_INDEX].tolist())
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_validation_reads_everything_once_and_then_nothing(tmp_path: Path, dp_size: int) -> None:
+    texts = [[n] * (1 + 5 * n % 17) + [EOS] for n in range(9)]
+    folder = write_dataset(tmp_path, [texts[:5], texts[5:8], texts[8:]])
+    config = run_config(folder, validation=folder, streams=4, global_batch_size=8, batches=4)
+    ranks = validation_steps(config, dp_size)
+    assert [[len(step) for step in rank] for rank in ranks] == [[8 // dp_size] * 4] * dp_size
+    total = sum((trained_labels(rank) for rank in ranks), Counter())
+    assert total == Counter(token for text in texts for token in text[1:])
+    assert ranks[0][-1][-1].num_trained_tokens == 0
+    rows = {n: t for rank in ranks for n, t in rows_by_number(rank).items()}
+    assert rows == rows_by_number(validation_steps(config, 1)[0])
+
+
+def test_validation_is_the_same_each_time_in_stored_order(uneven: Path) -> None:
+    config = run_config(uneven, validation=uneven, streams=1, global_batch_size=1, batches=9)
+    loader = build_validation_loader(config, dp_rank=0, dp_size=1)
+    assert loader is not None
+    assert len(loader) == 9
+    first = as_lists(list(loader))
+    assert as_lists(list(loader)) == first
+    assert [step[0]["tokens"][0][0] for step in first] == list(range(9))
+
+
+def test_validation_may_have_fewer_documents_than_streams(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path, [[[1, 2, 3, EOS]]])
+    config = run_config(folder, validation=folder, streams=4, batches=1)
+    ranks = validation_steps(config, 2)
+    assert sum(batch.num_trained_tokens for rank in ranks for step in rank for batch in step) == 3
+
+
+def test_no_validation_data_is_no_loader(uneven: Path) -> None:
+    assert build_validation_loader(run_config(uneven), dp_rank=0, dp_size=1) is None

@@ -1,0 +1,106 @@
+"""Write docs/configuration.md from the dataclasses of the configuration and the text under their fields.
+
+Examples:
+  python tools/write_config_docs.py docs/configuration.md
+  python tools/write_config_docs.py docs/configuration.md --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from fbt_megatron.config import schema
+from fbt_megatron.config.typed_values import describe_type, is_section
+from fbt_megatron.config.yaml_text import show_value
+
+_HEADER = """\
+# Configuration
+
+<!-- Written by tools/write_config_docs.py from fbt_megatron/config/schema.py. Change the text there. -->
+
+A configuration file is YAML with the sections below. A key that is absent has its default; an unknown key is an error.
+Any key can be set on the command line after the file: `--config configs/quickstart.yaml train.steps=50
+optimizer.normuon.lr=0.02`. The value is read as YAML (`true`, `0.02`, `null`, `[a, b]`).
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="the file to write")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
+    arguments = parser.parse_args(argv)
+    text = render()
+    if not arguments.check:
+        arguments.path.write_text(text, encoding="utf-8")
+        return 0
+    if arguments.path.is_file() and arguments.path.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{arguments.path} is out of date: run {parser.prog} {arguments.path}", file=sys.stderr)
+    return 1
+
+
+def render() -> str:
+    """The whole page as Markdown."""
+    parts = [_HEADER]
+    for name, section in get_type_hints(schema.RunConfig).items():
+        parts += _render_section(section, key=name)
+    return "\n".join(parts)
+
+
+def _render_section(section: type, *, key: str) -> Iterator[str]:
+    """A table of the section's own keys, then the sections inside it and the dataclasses in its lists."""
+    hints, docs, defaults = get_type_hints(section), field_docs(section), section()
+    yield f"## `{key}`\n\n{inspect.getdoc(section)}\n"
+    yield "| key | value | default | meaning |\n|---|---|---|---|"
+    for name, annotation in hints.items():
+        if not is_section(annotation):
+            default = "" if _entry_section(annotation) else f"`{show_value(getattr(defaults, name))}`"
+            yield (
+                "| " + " | ".join(_cell(text) for text in (f"`{name}`", _type(annotation), default, docs[name])) + " |"
+            )
+    yield ""
+    for name, annotation in hints.items():
+        inner = annotation if is_section(annotation) else _entry_section(annotation)
+        if inner is not None:
+            yield from _render_section(inner, key=f"{key}.{name}" + ("" if inner is annotation else "[]"))
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """Field name -> the string literal under the field."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+            docs[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return docs
+
+
+def _type(annotation: Any) -> str:
+    inner = _entry_section(annotation)
+    if inner is not None:
+        return "a list, each entry with " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(inner))
+    return describe_type(annotation)
+
+
+def _entry_section(annotation: Any) -> type | None:
+    """The dataclass that a list holds, if it holds one."""
+    first = getattr(annotation, "__args__", (None,))[0]
+    return first if is_section(first) else None
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
