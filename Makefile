@@ -32,7 +32,7 @@ $(DATA)/tokenizer/tokenizer.json: | $(VENV)/.installed
 	$(BIN)/python tools/train_tokenizer.py python-stdlib --vocab-size 4096 --out $(DATA)/tokenizer
 
 $(DATA)/validation/dataset.json: $(DATA)/tokenizer/tokenizer.json
-	$(BIN)/python tools/build_shards.py python-stdlib --tokenizer $(DATA)/tokenizer --out $(DATA) --workers 2
+	$(BIN)/python tools/build_shards.py python-stdlib --tokenizer $(DATA)/tokenizer --out $(DATA) --shards 4 --validation-fraction 0.03 --workers 2
 
 data: $(DATA)/validation/dataset.json ## Quickstart tokenizer and shards: the Python standard library's source
 

@@ -1,7 +1,7 @@
 """Pretrain a full-bandwidth transformer.
 
-    python pretrain_fbt.py --config configs/quickstart.yaml
-    torchrun --nproc-per-node=8 pretrain_fbt.py --config configs/fbt_125m.yaml train.steps=20000 optimizer.normuon.lr=0.02
+python pretrain_fbt.py --config configs/quickstart.yaml
+torchrun --nproc-per-node=8 pretrain_fbt.py --config configs/fbt_125m.yaml train.steps=20000 train.seed=2
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="KEY",
         help="resume although this key differs from the checkpoint's (repeatable)",
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # keys may stand before and after options
 
 
 def dry_run(config: RunConfig, world_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -45,7 +46,7 @@ def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list
             rank, ok, value = results.get()
             if not ok:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
-            outcomes[rank] = value
+            outcomes[rank] = pickle.loads(value)
             continue
         deadline -= 0.2
         silent = [
@@ -75,7 +76,7 @@ def _rank_main(
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         value = fn(rank, *args)
-        results.put((rank, True, value))
+        results.put((rank, True, pickle.dumps(value)))  # tensors as bytes: shared ones end with their process
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
         raise

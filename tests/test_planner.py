@@ -1,4 +1,4 @@
-"""Parameter counts, pass plans and token equivalents, against numbers worked out by hand, and the tool that prints them."""
+"""Parameter counts, pass plans and token equivalents against numbers worked out by hand, and the tool."""
 
 from __future__ import annotations
 
@@ -38,15 +38,31 @@ def test_the_comment_of_a_shipped_file_states_its_parameters(name):
 
 def test_tensors_of_a_small_model_by_hand():
     model = ModelConfig(
-        num_layers=1, hidden_size=6, ffn_hidden_size=10, num_attention_heads=4, num_query_groups=2, head_dim=2, vocab_size=7
-    )  # fmt: skip
+        num_layers=1,
+        hidden_size=6,
+        ffn_hidden_size=10,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=2,
+        vocab_size=7,
+    )
     found = {tensor.name: tensor for tensor in logical_tensors(model, FeedbackConfig())}
     layer = {
-        "attention_norm": (6,), "attention.q": (8, 6), "attention.k": (4, 6), "attention.v": (4, 6),
-        "attention.gate": (4, 6), "attention.q_norm": (2,), "attention.k_norm": (2,), "attention.output": (6, 8),
-        "attention_post_norm": (6,), "mlp_norm": (6,), "mlp.gate": (10, 6), "mlp.up": (10, 6), "mlp.down": (6, 10),
+        "attention_norm": (6,),
+        "attention.q": (8, 6),
+        "attention.k": (4, 6),
+        "attention.v": (4, 6),
+        "attention.gate": (4, 6),
+        "attention.q_norm": (2,),
+        "attention.k_norm": (2,),
+        "attention.output": (6, 8),
+        "attention_post_norm": (6,),
+        "mlp_norm": (6,),
+        "mlp.gate": (10, 6),
+        "mlp.up": (10, 6),
+        "mlp.down": (6, 10),
         "mlp_post_norm": (6,),
-    }  # fmt: skip
+    }
     expected = {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
     expected |= {"embedding.weight": (7, 6), "embedding_norm.weight": (6,), "final_norm.weight": (6,)}
     expected |= {"fusion.w_u.weight": (6, 6), "fusion.w_g.weight": (6, 6)}
@@ -199,9 +215,9 @@ def test_tool_plans_a_configuration_and_draws_it(capsys, tmp_path):
     ("arguments", "fragment"),
     [
         (["--tokens", "1e9", "--shares", "75/22"], "must add up to 100"),
-        (["--tokens", "many", "--shares", "100"], "invalid"),
+        (["--tokens", "many", "--shares", "100"], "'many' is not a number"),
         (["--tokens", "1.5", "--shares", "100"], "must be a whole number"),
-        (["--tokens", "1e9", "--shares", "75/nan"], "must be percentages"),
+        (["--tokens", "1e9", "--shares", "75/nan"], "'nan' is not a number"),
         (["--tokens", "1e9"], "--tokens needs --shares"),
         (["--tokens", "1e9", "--shares", "100", "train.steps=3"], "takes no section.key=value"),
         (["--config", "x.yaml", "--shares", "100"], "--shares goes with --tokens"),

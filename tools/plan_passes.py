@@ -57,7 +57,8 @@ def plot_plan(
 
     steps = sum(budget.steps.values())
     schedule, factors = build_pass_schedule(feedback, steps=steps, seed=seed), WSDSchedule(lr_schedule, steps)
-    edges = [round(steps * part / min(steps, 100)) for part in range(min(steps, 100) + 1)]
+    num_bins = min(max(steps // 20, 1), 100)
+    edges = [round(steps * part / num_bins) for part in range(num_bins + 1)]
     shares: dict[int, list[float]] = {passes: [] for passes in budget.tokens}
     for start, stop in itertools.pairwise(edges):
         seen = [schedule.plan(step).num_passes for step in range(start + 1, stop + 1)]
@@ -65,7 +66,8 @@ def plot_plan(
             values.append(seen.count(passes) / len(seen))
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     labels = [f"{passes} pass{'es' if passes > 1 else ''}" for passes in shares]
-    axes.stackplot(edges[1:], list(shares.values()), labels=labels, step="pre", alpha=0.6)
+    heights = [[*values, values[-1]] for values in shares.values()]  # the last edge closes the last bin
+    axes.stackplot(edges, heights, labels=labels, step="post", alpha=0.6)
     sampled = sorted({1, steps, *(max(1, round(steps * part / 1000)) for part in range(1001))})
     axes.plot(sampled, [factors.factor(step) for step in sampled], color="black", label="learning rate / peak")
     axes.set(xlabel="optimizer step", ylabel="share of steps, learning-rate factor", xlim=(0, steps), ylim=(0, 1.02))
@@ -100,17 +102,24 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _whole_number(text: str) -> int:
-    value = float(text)
-    if not math.isfinite(value) or value != round(value):
+    value = _number(text)
+    if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number, e.g. 200e9")
-    return round(value)
+    return int(value)
 
 
 def _shares(text: str) -> list[float]:
-    shares = [float(part) for part in text.split("/")]
-    if not all(math.isfinite(share) for share in shares):
-        raise argparse.ArgumentTypeError(f"{text}: must be percentages, e.g. 75/22/3")
-    return shares
+    return [_number(part) for part in text.split("/")]
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
 
 
 if __name__ == "__main__":

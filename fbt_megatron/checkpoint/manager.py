@@ -7,6 +7,8 @@ therefore never a checkpoint.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import time
@@ -32,6 +34,7 @@ from fbt_megatron.errors import CheckpointError
 from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects
 
 LATEST_NAME = "latest"
+_NO_SPACE_BYTES = 64 * 1024
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 _LEFT_OVER = re.compile(r"step_\d{8,}\.(tmp|old)")
 
@@ -224,6 +227,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 def _write_failure(folder: Path, error: BaseException) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    # torch's writer reports a full disk as an internal check of its own, so ask the disk as well.
+    if folder.exists() and shutil.disk_usage(folder).free < _NO_SPACE_BYTES:
+        reason = os.strerror(errno.ENOSPC)
     complete = list_checkpoints(folder)
     kept = f"The newest complete checkpoint is {complete[0][1]}." if complete else "There is no earlier checkpoint."
     return f"Cannot write a checkpoint to {folder}: {reason}. {kept} Free or change the disk (train.run_dir) and start again."

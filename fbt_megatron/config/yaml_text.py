@@ -50,9 +50,14 @@ _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, _NUMBER_S
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which either dialect would read as something else."""
+    """SafeDumper that quotes text either dialect would read as something else, and escapes what is not printable."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # Only double quotes escape: plain and single-quoted text turns some line separators into spaces.
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
 
 
+_QuotingDumper.add_representer(str, _QuotingDumper.represent_text)
 _QuotingDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, _NUMBER_STARTS)
 
 

@@ -130,11 +130,9 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[list[TrainBatch]]:
         groups = range(self._layout.num_groups)
         deliveries = _read_groups(self._layout, groups, self._reader.validation_rows, first_cycle=0)
+        num_micro_batches = self._cycles_per_batch * self._layout.num_groups
         for _ in range(self._batches):
-            yield [
-                _collate(delivery, self._layout)
-                for delivery in islice(deliveries, self._cycles_per_batch * len(groups))
-            ]
+            yield [_collate(delivery, self._layout) for delivery in islice(deliveries, num_micro_batches)]
 
 
 def build_train_loader(

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
@@ -19,18 +19,19 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-def run_tasks(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+def run_tasks(function: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> Iterator[Result]:
     """Yield `function(task)` for every task, in the order in which they finish.
 
     Args:
         function: importable by name; it and its results are pickled.
-        tasks: consumed no faster than they are worked on.
-        workers: processes; 1 works in this one.
+        tasks: pickled a few at a time, so all of them together may be large.
+        workers: processes at most; where one is enough, the work is done in this one.
 
     Raises:
         DataError: a worker was killed. Errors of `function` come through as they are.
     """
-    if workers == 1:
+    workers = min(workers, len(tasks))
+    if workers <= 1:
         yield from map(function, tasks)
         return
     remaining = iter(tasks)

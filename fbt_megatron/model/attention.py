@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +91,7 @@ class CoreAttention(nn.Module):
         """Heads [S, B, N, D] for query [S, B, N, D], key and value [S, B, G, D]; G divides N."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         if isinstance(mask, BlockMask):
-            attend: Callable[..., Tensor] = _compiled_flex_attention() if query.is_cuda else flex_attention
+            attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
             heads = attend(query, key, value, block_mask=mask, enable_gqa=True)
         else:
             heads = F.scaled_dot_product_attention(

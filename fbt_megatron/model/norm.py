@@ -39,7 +39,7 @@ def norm_class(kernel: NormKernel) -> type[nn.Module]:
     if kernel == "torch":
         return RMSNorm
     package, name = _FUSED[kernel]
-    library_class = getattr(importlib.import_module(package), name)
+    library_class: Any = getattr(importlib.import_module(package), name)
 
     class FusedRMSNorm(library_class):
         def __init__(self, *, config: TransformerConfig, hidden_size: int, eps: float, partial_gradient: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,18 +44,18 @@ def broadcast_object(value: T | None) -> T:
     """The value of global rank 0, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
-    return box[0]  # rank 0 put a T in the box
+    return cast(T, box[0])  # rank 0 put a T in the box
 
 
 def raise_together(error: FBTError | None) -> None:
-    """Raise on every rank if any rank has an error: its own, or the first of the others. All ranks call it.
+    """Raise the same error on every rank if any rank has one: that of the lowest such rank. All ranks call it.
 
     One rank that fails alone leaves the others waiting in their next collective, and the user with a timeout in place
     of the reason.
     """
     errors = [other for other in gather_objects(error) if other is not None]
     if errors:
-        raise error if error is not None else errors[0]
+        raise errors[0]
 
 
 def agree_on_errors(action: Callable[[], T]) -> T:
@@ -81,4 +81,4 @@ def agree_on_rank_zero(action: Callable[[], T]) -> T:
     result, error = broadcast_object(outcome)
     if error is not None:
         raise error
-    return result
+    return cast(T, result)

@@ -56,8 +56,8 @@ class StepResult:
 class TrainEngine:
     """Owns gradients -> data-parallel mean -> clipping -> NorMuon/Adam of one optimizer step.
 
-    `module` is the model, `optimizer` the client optimizer, `fragments` the ranges of parameters whose optimizer state
-    this rank holds. Built by `build_engine`.
+    `module` is the model, `layouts` what each of its parameters stores, by name, `optimizer` the client optimizer, and
+    `fragments` the ranges of parameters whose optimizer state this rank holds. Built by `build_engine`.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class TrainEngine:
         masters: list[tuple[Fragment, Tensor]],
     ) -> None:
         self.module: nn.Module = engine.module
+        self.layouts = layouts
         self.optimizer = optimizer
         self.fragments = [fragment for fragment, _ in masters]
         self._engine = engine
-        self.layouts = layouts
         self._parameters = dict(self.module.named_parameters())
         self._config = config
         self._topology = topology

@@ -87,7 +87,16 @@ class MetricsLogger:
     file reads as if the run had never stopped.
     """
 
-    def __init__(self, run_dir: Path, *, console: Console, total_steps: int, resume_step: int, console_every: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        console: Console,
+        total_steps: int,
+        resume_step: int,
+        console_every: int,
+        tensorboard: bool,
+    ) -> None:
         self._console = console
         self._total_steps = total_steps
         self._console_every = console_every
@@ -118,7 +127,10 @@ class MetricsLogger:
         losses = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
         bits = "" if record.bits_per_byte is None else f" | bits per byte {record.bits_per_byte[0]:.4f}"
         deltas = ", ".join(f"{delta:.3f}" for delta in record.hidden_deltas)
-        self._console.line(f"validation {record.step}/{self._total_steps} | {losses}{bits}" + (f" | hidden delta {deltas}" if deltas else ""))
+        self._console.line(
+            f"validation {record.step}/{self._total_steps} | {losses}{bits}"
+            + (f" | hidden delta {deltas}" if deltas else "")
+        )
 
     def close(self) -> None:
         """Flush and close the files."""

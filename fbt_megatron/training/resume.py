@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
 
 def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
     """Raise ConfigError listing the keys whose change would alter the run, unless they are in `allowed`."""
-    old, new = dict(_leaves(manifest.config)), dict(_leaves(config_to_dict(config)))
+    # Through JSON, as the manifest went: its keys are strings and its tuples lists.
+    old, new = dict(_leaves(manifest.config)), dict(_leaves(json.loads(json.dumps(config_to_dict(config)))))
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     refused = [key for key in changed if not _is_free(key) and key not in allowed]
     if refused:

@@ -235,7 +235,23 @@ def test_step_number_and_fraction_of_the_same_size_differ():
     text=st.one_of(
         st.text(min_size=1, max_size=20),
         st.sampled_from(
-            ["off", "1e-5", "null", "010", "2024-01-01", "~", "true", "1_000", "a: b", "#x", "\u00e9\u2028\n"]
+            [
+                "off",
+                "1e-5",
+                "null",
+                "010",
+                "2024-01-01",
+                "~",
+                "true",
+                "1_000",
+                "a: b",
+                "#x",
+                "\u00e9",
+                "\u2028 \n",
+                "\x85",
+                "\ufeff",
+                "\r",
+            ]
         ),
     ),
     number=st.floats(min_value=1e-300, max_value=1e300),

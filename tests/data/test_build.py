@@ -238,6 +238,14 @@ def test_lines_and_rows_are_documents(tmp_path, name, chunk_bytes):
         assert len(chunks) > 5
 
 
+def test_zstd_frame_that_ends_with_a_block_is_not_the_last(tmp_path, monkeypatch):
+    frames = [zstandard.compress(b'{"text": "%d"}\n' % number) for number in range(3)]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    monkeypatch.setattr(sources, "_ZSTD_BLOCK_BYTES", len(frames[0]))
+    chunks = sources.plan_chunks(sources.find_inputs([str(tmp_path / "a.jsonl.zst")]), "text", 1 << 20)
+    assert [document.text for document in sources.read_documents(chunks[0], "text")] == ["0", "1", "2"]
+
+
 def test_python_standard_library_is_an_input():
     inputs = sources.find_inputs([sources.PYTHON_STDLIB])
     labels = [file.label for file in inputs.files]

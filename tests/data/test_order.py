@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,9 +81,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     assert read_epoch(order, 1)[0] == [(1, 0), (1, 1), (1, 2), (2, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 0)]
 
 
-@pytest.mark.parametrize("epoch", [0, 1, 2, 1, 0, 7])
-def test_epochs_can_be_asked_for_in_any_order(epoch: int) -> None:
+def test_epochs_can_be_asked_for_in_any_order() -> None:
     order = DocumentOrder([4, 4], seed=9)
-    for other in (0, 3, 1):
-        order.epoch(other)
-    assert read_epoch(order, epoch) == read_epoch(DocumentOrder([4, 4], seed=9), epoch)
+    for epoch in (0, 3, 1, 2, 1, 0, 7, 0):
+        assert read_epoch(order, epoch) == read_epoch(DocumentOrder([4, 4], seed=9), epoch)

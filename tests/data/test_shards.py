@@ -211,7 +211,7 @@ def test_missing_and_empty(tmp_path: Path) -> None:
         open_ids(str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"a\.tar: not found"):
         open_ids(str(tmp_path / "a.tar"))
-    with pytest.raises(DataError, match="neither dataset.json nor tar files"):
+    with pytest.raises(DataError, match=r"neither dataset\.json nor tar files"):
         open_ids(str(tmp_path))
     with pytest.raises(DataError, match="zero documents"):
         open_ids(str(write_dataset(tmp_path / "empty", [[]])))

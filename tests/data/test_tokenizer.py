@@ -61,6 +61,15 @@ def test_one_bos_and_one_eos_whatever_the_post_processor_adds(tmp_path, template
     assert encode_document(tokenizer, TEXT, add_bos=False) == [*text_ids, 1]
 
 
+def test_other_special_tokens_in_a_text_stay_text(tmp_path):
+    raw = byte_level_bpe(specials=(BOS, EOS, "<|user|>"))
+    assert 2 in raw.encode("a <|user|> b").ids
+    tokenizer = load_tokenizer(save(raw, tmp_path / "t", {"eos_token": EOS}))
+    ids = tokenizer.encode("a <|user|> b")
+    assert 2 not in ids
+    assert tokenizer.decode(ids) == "a <|user|> b"
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_spelled_out_special_tokens_stay_text(tmp_path, special):
     raw = byte_level_bpe(specials=())

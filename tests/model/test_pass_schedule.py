@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given, settings
@@ -71,7 +72,7 @@ def test_a_longer_run_has_the_same_steps_and_then_some():
 def test_rare_steps_are_spread_at_random_rather_than_at_fixed_distances():
     order = order_of([(1.0, {2: 0.9, 3: 0.1})], steps=4000, seed=0)
     places = [step for step, passes in enumerate(order) if passes == 3]
-    gaps = {after - before for before, after in zip(places, places[1:], strict=False)}
+    gaps = {after - before for before, after in pairwise(places)}
     assert len(gaps) >= 8
 
 
@@ -94,9 +95,7 @@ def test_counts_are_those_of_the_plans():
     ],
 )
 def test_weights_of_the_objective(reduction, passes, weights):
-    feedback = FeedbackConfig(
-        loss_weight=0.6, loss_reduction=reduction, schedule=(SchedulePhase(1.0, {passes: 1.0}),)
-    )  # fmt: skip
+    feedback = FeedbackConfig(loss_weight=0.6, loss_reduction=reduction, schedule=(SchedulePhase(1.0, {passes: 1.0}),))
     plan = build_pass_schedule(feedback, steps=1, seed=0).plan(1)
     assert plan.weights == pytest.approx(weights, rel=1e-15)
     assert plan.uses_feedback == (passes > 1)

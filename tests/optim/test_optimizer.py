@@ -11,7 +11,7 @@ import torch
 from torch.nn import Parameter
 
 from fbt_megatron.config.schema import AdamConfig, NorMuonConfig, OptimizerConfig
-from fbt_megatron.optim import newton_schulz
+from fbt_megatron.optim import exchange, newton_schulz
 from fbt_megatron.optim.optimizer import NorMuonAdam, StepSettings
 from fbt_megatron.parallel.logical_tensor import Block, Fragment, LogicalTensor, ParameterLayout, ParamKind, Rect
 from tests.optim import harness, reference, world
@@ -122,7 +122,7 @@ def test_updates_equal_torch_muon_but_for_rounding_when_it_is_normalised_alike(s
     """torch divides by the norm, we by 1.02 times the norm: the quintic has not converged, so that shows."""
     monkeypatch.setattr(newton_schulz, "NORM_MARGIN", 1.0)
     start, weights, expected = beside_torch_muon(shape, nesterov=nesterov)
-    assert reference.relative_error(weights - start, expected - start) < 1e-2
+    assert reference.relative_error(weights - start, expected - start) < 2e-2
 
 
 def test_singular_values_of_the_first_update_are_near_one_another():
@@ -206,6 +206,18 @@ def test_zero_partition_equals_whole_parameters():
             rank.step(harness.whole_tensors(world.Shape(), step + 1), harness.settings())
     for flat, separate in zip(*(rank.weights() for rank in ranks), strict=True):
         np.testing.assert_array_equal(flat[: len(separate)], separate)
+
+
+def test_size_of_the_batches_does_not_matter(monkeypatch):
+    results = []
+    for limit in (1, 2 * 12 * 12, exchange.MAX_BATCH_NUMEL):
+        monkeypatch.setattr(exchange, "MAX_BATCH_NUMEL", limit)
+        rank, shape = rank_of_one()
+        for step in range(2):
+            rank.step(harness.whole_tensors(shape, step + 1), harness.settings(uses_feedback=step == 1))
+        results.append(rank.weights()[0])
+    for other in results[1:]:
+        assert reference.relative_error(other, results[0]) < 1e-6
 
 
 def test_state_loads_by_copying_into_the_views():

@@ -128,15 +128,14 @@ def masters_of(engine: TrainEngine) -> dict[str, Tensor]:
 
 
 @EACH_COMBINATION
-@pytest.mark.parametrize(("grad_clip", "factor"), [(0.0, 1.0), (10.0, 1.0), (1.0, 1 / (13 + 1e-6))])
-def test_clipping_acts_on_the_raw_gradient(topology, zero_stage, precision, grad_clip, factor):
+@pytest.mark.parametrize(("norm", "grad_clip", "factor"), [(13.0, 0.0, 1.0), (6.5, 10.0, 1.0), (13.0, 1.0, 1 / 13)])
+def test_clipping_acts_on_the_raw_gradient(topology, zero_stage, precision, norm, grad_clip, factor):
     engine = bag_engine(topology, zero_stage, precision, grad_clip=grad_clip, momentum=0.0)
-    gradient = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    scale = 13.0 / 13.0 if grad_clip != 10.0 else 0.5
-    engine.module.send(matrix=gradient * scale, vector=torch.tensor([12.0, 0.0]) * scale)
+    matrix, vector = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([12.0, 0.0])  # together of norm 13
+    engine.module.send(matrix=matrix * norm / 13, vector=vector * norm / 13)
     result = engine.step(settings(uses_feedback=False))
-    assert result.grad_norm == pytest.approx(13.0 * scale, rel=1e-6)
-    torch.testing.assert_close(momentum_of(engine), (gradient * scale * factor).flatten(), rtol=1e-6, atol=0)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+    torch.testing.assert_close(momentum_of(engine), (matrix * norm / 13 * factor).flatten(), rtol=1e-6, atol=0)
 
 
 # Guards against steps that do nothing
