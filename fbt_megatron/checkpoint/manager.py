@@ -232,4 +232,5 @@ def _write_failure(folder: Path, error: BaseException) -> str:
         reason = os.strerror(errno.ENOSPC)
     complete = list_checkpoints(folder)
     kept = f"The newest complete checkpoint is {complete[0][1]}." if complete else "There is no earlier checkpoint."
-    return f"Cannot write a checkpoint to {folder}: {reason}. {kept} Free or change the disk (train.run_dir) and start again."
+    remedy = "Free or change the disk (train.run_dir) and start again."
+    return f"Cannot write a checkpoint to {folder}: {reason}. {kept} {remedy}"

@@ -44,7 +44,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint folder; raises CheckpointError where it is missing, damaged or of another version."""
+        """The manifest of a checkpoint folder; raises CheckpointError where there is none that this version reads."""
         path = folder / MANIFEST_NAME
         try:
             content = json.loads(path.read_text())

@@ -34,7 +34,7 @@ class EvaluationResult:
     losses: tuple[float, ...]
     """Cross entropy per token, in nats."""
     bits_per_byte: tuple[float, ...] | None
-    """Cross entropy in bits per byte of text; None where the data set does not say how many bytes a token stands for."""
+    """Cross entropy in bits per byte of text; None where the data set does not know the bytes of its tokens."""
     hidden_deltas: tuple[float, ...]
     """K - 1 values, from pass 2 on: mean of `||h^(k) - h^(k-1)||_2 / sqrt(H)`."""
 

@@ -67,13 +67,9 @@ def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
     else:
         missing = ", ".join(sorted(set(_TORCHRUN_VARIABLES) - set(present)))
         raise TopologyError(
-            f"The environment has {', '.join(present)} but not {missing}. Start with torchrun, or unset them to run one process."
+            f"The environment has {', '.join(present)} but not {missing}. "
+            "Start with torchrun, or unset them to run one process."
         )
-
-
-def world_size_from_environment() -> int:
-    """Number of processes that the launcher says it started, before torch.distributed runs."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def build_topology(parallel: ParallelConfig) -> ParallelTopology:

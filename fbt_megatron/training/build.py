@@ -40,7 +40,9 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             check_same_run(config, start[1], allowed=allowed_changes)
         agree_on_rank_zero(lambda: write_config(config))
         loader, validation = _open_data(config, topology, None if start is None else start[1])
-        engine = _build_engine(config, topology, console)
+        model = build_model(config, topology)
+        console.line(model.kernels.describe())
+        engine = build_engine(model, parameter_layouts(model, config, topology), config, topology)
         counters = _restore(start, engine, console)
         console.line(_describe(config, topology, counters))
         metrics = MetricsLogger(
@@ -52,7 +54,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             tensorboard=config.logging.tensorboard,
         )
         try:
-            parts = RunParts(engine, loader, validation, checkpoints, metrics, console)
+            parts = RunParts(model, engine, loader, validation, checkpoints, metrics, console)
             yield Trainer(config, topology, parts, counters)
         finally:
             metrics.close()
@@ -68,13 +70,6 @@ def _open_data(
     return loader, agree_on_errors(lambda: build_validation_loader(config, dp_rank=rank, dp_size=size))
 
 
-def _build_engine(config: RunConfig, topology: ParallelTopology, console: Console) -> TrainEngine:
-    model = build_model(config, topology)
-    layouts = parameter_layouts(model, config, topology)
-    console.line(model.kernels.describe())
-    return build_engine(model, layouts, config, topology)
-
-
 def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: Console) -> Counters:
     if start is None:
         return Counters()
@@ -86,10 +81,14 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: 
 
 
 def _describe(config: RunConfig, topology: ParallelTopology, counters: Counters) -> str:
+    layout = f"tensor {topology.tp_size} x pipeline {topology.pp_size} x data {topology.dp_size}"
     parallel, train = config.parallel, config.train
-    return (
-        f"{count_parameters(config):,} parameters | {topology.world_size} processes: tensor {topology.tp_size} x pipeline "
-        f"{topology.pp_size} x data {topology.dp_size} on {topology.device.type} | ZeRO {parallel.zero_stage}, "
-        f"{parallel.precision} | {train.global_batch_size} rows x {config.model.seq_length} tokens per step | "
-        f"step {counters.step} of {train.steps}"
+    return " | ".join(
+        [
+            f"{count_parameters(config):,} parameters",
+            f"{topology.world_size} processes: {layout} on {topology.device.type}",
+            f"ZeRO {parallel.zero_stage}, {parallel.precision}",
+            f"{train.global_batch_size} rows x {config.model.seq_length} tokens per step",
+            f"step {counters.step} of {train.steps}",
+        ]
     )

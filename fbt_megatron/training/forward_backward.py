@@ -10,6 +10,7 @@ Legend: `S` sequence, `B` micro batch, `H` hidden, `K` passes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,9 +67,7 @@ def forward_only(model: FBTModel, batch: TrainBatch, *, num_passes: int, topolog
     """Loss sums and state changes of `num_passes` passes over one micro-batch, without any random draw."""
     outputs = _run_passes(model, _micro_batch(model, batch, topology), num_passes, None)
     trained = (batch.labels != IGNORE_INDEX).t().to(topology.device)
-    changes = [
-        _state_change(before.hidden, after.hidden, trained) for before, after in zip(outputs, outputs[1:], strict=False)
-    ]
+    changes = [_state_change(before.hidden, after.hidden, trained) for before, after in itertools.pairwise(outputs)]
     return PassSums(
         cross_entropy=torch.stack([output.losses.ce_sum.double() for output in outputs if output.losses is not None]),
         hidden_delta=torch.stack(changes) if changes else torch.zeros(0, dtype=torch.float64, device=topology.device),

@@ -145,11 +145,11 @@ class MetricsLogger:
         # The passes of the recent steps differ, so the estimate rests on their mean.
         seconds = sum(self._recent_seconds) / len(self._recent_seconds)
         remaining = format_duration(seconds * (self._total_steps - record.step))
+        speed = format_count(record.step_tokens / record.step_seconds)
         skipped = f" | skipped {record.skipped_steps}" if record.skipped_steps else ""
         return (
             f"step {record.step}/{self._total_steps} | loss {record.loss:.4f} ({per_pass}) | {norm} | "
-            f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {format_count(record.step_tokens / record.step_seconds)} tok/s | "
-            f"eta {remaining}{skipped}"
+            f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {speed} tok/s | eta {remaining}{skipped}"
         )
 
     def _write(self, record: dict[str, Any]) -> None:

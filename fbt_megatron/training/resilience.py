@@ -49,6 +49,6 @@ def check_skips(counters: Counters, resilience: ResilienceConfig) -> None:
     if counters.consecutive_skips >= resilience.max_consecutive_skips:
         raise NonFiniteError(
             f"The gradient was not finite in {counters.consecutive_skips} steps in a row, up to step {counters.step} "
-            f"(resilience.max_consecutive_skips={resilience.max_consecutive_skips}). No weight has changed since. Lower "
-            "the learning rates, or look at the data of these steps, and start again from the last checkpoint."
+            f"(resilience.max_consecutive_skips={resilience.max_consecutive_skips}). No weight has changed since. "
+            "Lower the learning rates, or look at the data of these steps, and start again from the last checkpoint."
         )

@@ -18,6 +18,7 @@ from fbt_megatron.data.loader import TrainLoader, ValidationLoader
 from fbt_megatron.data.loader_state import merge_loader_states
 from fbt_megatron.errors import DataError
 from fbt_megatron.evaluation.validation import evaluate
+from fbt_megatron.model.fbt_model import FBTModel
 from fbt_megatron.model.noise import FeedbackNoise
 from fbt_megatron.model.pass_schedule import PassPlan, build_pass_schedule
 from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay
@@ -36,6 +37,7 @@ from fbt_megatron.training.train_state import Counters, shards_of, software_vers
 class RunParts:
     """What a trainer drives; built by `build.build_trainer`."""
 
+    model: FBTModel
     engine: TrainEngine
     loader: TrainLoader
     validation: ValidationLoader | None
@@ -51,6 +53,7 @@ class Trainer:
         steps, seed = config.train.steps, config.train.seed
         self.config = config
         self.topology = topology
+        self.model = parts.model
         self.engine = parts.engine
         self.loader = parts.loader
         self.validation = parts.validation
@@ -97,7 +100,7 @@ class Trainer:
         plan = self.pass_schedule.plan(step)
         batches, num_tokens = self._next_batches()
         losses = forward_backward(
-            self.engine.module,
+            self.model,
             batches,
             plan,
             num_tokens=num_tokens,
@@ -134,14 +137,14 @@ class Trainer:
         num_passes = self.config.feedback.max_passes + self.config.evaluation.extra_passes
         validation = self.validation
         batches = agree_on_errors(lambda: [batch for step in validation for batch in step])
-        module = self.engine.module.eval()
+        self.model.eval()
         result = evaluate(
-            lambda batch: forward_only(module, batch, num_passes=num_passes, topology=self.topology),
+            lambda batch: forward_only(self.model, batch, num_passes=num_passes, topology=self.topology),
             batches,
             token_bytes=self.validation.token_bytes,
             group=self.topology.pg.dp,
         )
-        module.train()
+        self.model.train()
         counters = self.counters
         self.metrics.validation(
             ValidationRecord(counters.step, counters.tokens, result.losses, result.bits_per_byte, result.hidden_deltas)
