@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 CONFIG := configs/quickstart.yaml
 DATA := quickstart_data
 SHELL := /bin/bash
-export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev data pretrain tensorboard test-fast test test-all lint bench clean
@@ -37,19 +36,19 @@ $(DATA)/validation/dataset.json: $(DATA)/tokenizer/tokenizer.json
 data: $(DATA)/validation/dataset.json ## Quickstart tokenizer and shards: the Python standard library's source
 
 pretrain: setup data ## Train the quickstart model (5 minutes on two CPU cores); repeat to resume
-	OMP_NUM_THREADS=$${TRAIN_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
 
 tensorboard: setup ## Serve the curves of the runs folder
 	$(BIN)/tensorboard --logdir runs
 
 test-fast: setup-dev ## Unit tests and one 2-rank smoke run (under 4 minutes)
-	$(BIN)/python -m pytest -m "not slow and not training and (not distributed or smoke)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "smoke or not (slow or training or distributed)"
 
 test: setup-dev ## The tests that CI runs
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
 test-all: setup-dev ## Everything, full matrices and soaks included
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: setup-dev ## Formatting, style and types
 	$(BIN)/ruff check .
@@ -57,7 +56,7 @@ lint: setup-dev ## Formatting, style and types
 	$(BIN)/mypy
 
 bench: setup-dev ## Side-by-side measurements, one table each
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python -W ignore $$script || exit 1; done
 
 clean: ## Remove quickstart data and runs (not the environment)
 	rm -rf $(DATA) runs/quickstart

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class FBTError(Exception):
-    """A user's mistake, or a condition outside this project: the message says which key, value and rule, and what to do."""
+    """A user's mistake, or a condition outside this project; the message says which key, value, rule and what to do."""
 
     exit_status = 1
 

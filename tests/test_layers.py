@@ -14,6 +14,7 @@ PACKAGE = ROOT / "fbt_megatron"
 # Lower numbers may not know higher ones, and packages of one number may not know each other.
 LAYERS = {
     "errors": 0,
+    "files": 0,
     "config": 1,
     "parallel": 2,
     "model": 3,

@@ -202,12 +202,13 @@ def test_tool_prints_one_json_object(capsys):
     assert plan["steps"] == {"1": 500_000, "2": 146_667, "3": 20_000}
 
 
-def test_tool_plans_a_configuration_and_draws_it(capsys, tmp_path):
-    picture = tmp_path / "plan.png"
+@pytest.mark.parametrize(("name", "start"), [("plan.png", b"\x89PNG"), ("plan.PDF", b"%PDF"), ("plan.svg", b"<?xml")])
+def test_tool_plans_a_configuration_and_draws_it(capsys, tmp_path, name, start):
+    picture = tmp_path / name
     config = str(ROOT / "configs/quickstart.yaml")
     status, out, _ = run_tool(capsys, "--config", config, "train.steps=100", "--plot", str(picture))
     assert status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(start)
     assert "token equivalents" in out
 
 
@@ -221,7 +222,10 @@ def test_tool_plans_a_configuration_and_draws_it(capsys, tmp_path):
         (["--tokens", "1e9"], "--tokens needs --shares"),
         (["--tokens", "1e9", "--shares", "100", "train.steps=3"], "takes no section.key=value"),
         (["--config", "x.yaml", "--shares", "100"], "--shares goes with --tokens"),
+        (["--config", "x.yaml", "--batch-tokens", "300000"], "--batch-tokens goes with --tokens"),
         (["--config", "missing.yaml"], "No such file"),
+        (["--config", "missing.yaml", "--plot", "x.foo"], "x.foo: the name must end in .png or .pdf or .svg"),
+        (["--config", "missing.yaml", "--plot", "x"], "x: the name must end in"),
         (["--tokens", "1e9", "--shares", "100", "--plot", "/nonexistent/p.png"], "cannot be written"),
     ],
 )

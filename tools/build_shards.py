@@ -24,8 +24,9 @@ from fbt_megatron.errors import FBTError
 INTERRUPTED = 130
 
 
-def main() -> int:
-    arguments = _parse_arguments()
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
+    arguments = _parse_arguments(argv)
     try:
         summary = build_dataset(
             _settings(arguments), arguments.out, workers=arguments.workers, restart=arguments.restart
@@ -74,7 +75,7 @@ def _split_line(name: str, split: SplitSummary) -> str:
     )
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("inputs", nargs="+", help="text, .jsonl[.gz|.zst] and .parquet files, folders, or python-stdlib")
@@ -86,8 +87,11 @@ def _parse_arguments() -> argparse.Namespace:
         default=len(os.sched_getaffinity(0)),
         help="processes (%(default)s); same result with any",
     )
-    add("--shards", type=int, help="number of training shards, in place of --shard-tokens")
-    add("--shard-tokens", type=int, default=BuildSettings.shard_tokens, help="tokens per shard, about (%(default)s)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--shards", type=int, help="number of training shards")
+    size.add_argument(
+        "--shard-tokens", type=int, default=BuildSettings.shard_tokens, help="tokens per shard, about (%(default)s)"
+    )
     add(
         "--validation-fraction",
         type=float,
@@ -106,7 +110,7 @@ def _parse_arguments() -> argparse.Namespace:
     add("--on-error", choices=("stop", "skip"), default=BuildSettings.on_error, help="unreadable input (%(default)s)")
     add("--restart", action="store_true", help="throw away a build with other settings in --out")
     add("--json", action="store_true", help="print the counts as one JSON object")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.optim.lr_schedule import WSDSchedule
 from fbt_megatron.planner import PassBudget, format_pass_plan, plan_budget, plan_run, schedule_of_shares
 
+BATCH_TOKENS = 300_000
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
@@ -31,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
             budget, seed = plan_run(config), config.train.seed
             feedback, lr_schedule = config.feedback, config.lr_schedule
         else:
-            budget = plan_budget(arguments.tokens, arguments.shares, batch_tokens=arguments.batch_tokens)
+            batch_tokens = BATCH_TOKENS if arguments.batch_tokens is None else arguments.batch_tokens
+            budget = plan_budget(arguments.tokens, arguments.shares, batch_tokens=batch_tokens)
             feedback, lr_schedule = FeedbackConfig(schedule=schedule_of_shares(arguments.shares)), LRScheduleConfig()
             seed = 0
         if arguments.plot:
@@ -86,19 +90,30 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-tokens",
         type=_whole_number,
-        default=300_000,
-        help="with --tokens: tokens per step (default: %(default)s)",
+        help=f"with --tokens: tokens per step (default: {BATCH_TOKENS})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="also write a picture of passes and learning rate"
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help=f"also write a picture of passes and learning rate ({', '.join(PICTURE_SUFFIXES)})",
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.tokens is not None and (arguments.shares is None or arguments.overrides):
         parser.error("--tokens needs --shares, and takes no section.key=value settings")
     if arguments.config is not None and arguments.shares is not None:
         parser.error("--shares goes with --tokens; the shares of a configuration are its feedback.schedule")
+    if arguments.config is not None and arguments.batch_tokens is not None:
+        parser.error("--batch-tokens goes with --tokens; a configuration has train.global_batch_size rows a step")
     return arguments
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text}: the name must end in {' or '.join(PICTURE_SUFFIXES)}")
+    return path
 
 
 def _whole_number(text: str) -> int:

@@ -17,8 +17,9 @@ from fbt_megatron.data.tokenizer_training import TokenizerTraining, TrainedToken
 from fbt_megatron.errors import FBTError
 
 
-def main() -> int:
-    arguments = _parse_arguments()
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
+    arguments = _parse_arguments(argv)
     training = TokenizerTraining(
         tuple(arguments.inputs), arguments.vocab_size, text_key=arguments.text_key, max_bytes=arguments.max_bytes
     )
@@ -39,7 +40,7 @@ def _describe(outcome: TrainedTokenizer) -> str:
     )
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     defaults = TokenizerTraining((), 0)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -60,7 +61,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="replace a tokenizer that is already in --out")
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import inspect
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from fbt_megatron.config import schema
-from fbt_megatron.config.typed_values import describe_type, is_section
+from fbt_megatron.config.typed_values import describe_type, field_types, field_values, is_section
 from fbt_megatron.config.yaml_text import show_value
 
 _HEADER = """\
@@ -51,19 +50,19 @@ def main(argv: list[str] | None = None) -> int:
 def render() -> str:
     """The whole page as Markdown."""
     parts = [_HEADER]
-    for name, section in get_type_hints(schema.RunConfig).items():
+    for name, section in field_types(schema.RunConfig).items():
         parts += _render_section(section, key=name)
     return "\n".join(parts)
 
 
 def _render_section(section: type, *, key: str) -> Iterator[str]:
     """A table of the section's own keys, then the sections inside it and the dataclasses in its lists."""
-    hints, docs, defaults = get_type_hints(section), field_docs(section), section()
+    hints, docs, defaults = field_types(section), field_docs(section), field_values(section())
     yield f"## `{key}`\n\n{inspect.getdoc(section)}\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
     for name, annotation in hints.items():
         if not is_section(annotation):
-            default = "" if _entry_section(annotation) else f"`{show_value(getattr(defaults, name))}`"
+            default = "" if _entry_section(annotation) else f"`{show_value(defaults[name])}`"
             yield (
                 "| " + " | ".join(_cell(text) for text in (f"`{name}`", _type(annotation), default, docs[name])) + " |"
             )
@@ -81,14 +80,14 @@ def field_docs(section: type) -> dict[str, str]:
     docs = {}
     for field, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
-            docs[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+            docs[field.target.id.removesuffix("_")] = " ".join(ast.literal_eval(below.value).split())
     return docs
 
 
 def _type(annotation: Any) -> str:
     inner = _entry_section(annotation)
     if inner is not None:
-        return "a list, each entry with " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(inner))
+        return "a list, each entry with " + ", ".join(f"`{name}`" for name in field_types(inner))
     return describe_type(annotation)
 
 

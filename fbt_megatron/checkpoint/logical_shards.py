@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fbt_megatron.parallel.logical_tensor import Rect
 
@@ -80,6 +81,16 @@ class LogicalSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The plan of all ranks; raises ValueError where a tensor has a hole, which torch looks for on several only."""
+        plan, metadata = super().create_global_plan(all_plans)
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), name
+            stored = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+            if stored != tensor.size.numel():
+                raise ValueError(f"{name}: the ranks hold {stored} of {tensor.size.numel()} elements")
+        return plan, metadata
+
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """The part that `index` names."""
         return _part(self.state_dict, index)
@@ -123,7 +134,10 @@ class SafeFileSystemReader(FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the plain data classes of a metadata file, and nothing that acts."""
+    """Knows the plain data classes of a metadata file, and nothing that acts.
+
+    `BytesStorageMetadata` is left out on purpose: torch unpickles what such an entry points at without restriction.
+    """
 
     _ALLOWED = frozenset(
         {
@@ -131,7 +145,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
             ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
             ("torch.distributed.checkpoint.metadata", "Metadata"),
             ("torch.distributed.checkpoint.metadata", "MetadataIndex"),

@@ -1,8 +1,9 @@
 """Checkpoints of a run: complete or invisible, checked before they are believed, the previous one kept until then.
 
-A save goes to `step_N.tmp`; when every rank has written and every file is hashed, the manifest is written, the folder is
-renamed to `step_N` and only then the `latest` pointer moves and older checkpoints go. A folder without a manifest is
-therefore never a checkpoint.
+A save goes to `step_N.tmp`; when every rank has written and every file is hashed, the manifest is written, the folder
+is renamed to `step_N`, and only then the `latest` pointer moves and older checkpoints go. A folder without a manifest
+is therefore never a checkpoint, and a name that ends in `.tmp` never counts. `step_N.old` is a checkpoint while another
+of the same step takes its place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from fbt_megatron.checkpoint.logical_shards import (
     LogicalShards,
     SafeFileSystemReader,
 )
-from fbt_megatron.checkpoint.manifest import Manifest, find_damage, hash_file, sync_folder, write_durably
+from fbt_megatron.checkpoint.manifest import Manifest, find_damage, hash_file
 from fbt_megatron.config.schema import CheckpointConfig
 from fbt_megatron.errors import CheckpointError
-from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects
+from fbt_megatron.files import sync_folder, write_durably
+from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects, raise_together
 
 LATEST_NAME = "latest"
 _NO_SPACE_BYTES = 64 * 1024
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
-_LEFT_OVER = re.compile(r"step_\d{8,}\.(tmp|old)")
+_REPLACED_SUFFIX, _TEMPORARY_SUFFIX = ".old", ".tmp"
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,18 @@ class CheckpointManager:
         self.log = log
 
     def prepare(self) -> None:
-        """Create the folder and remove what an interrupted save left; raises CheckpointError where it cannot be written."""
+        """Create the folder and remove what an interrupted save left; raises CheckpointError where that fails."""
         agree_on_rank_zero(self._prepare)
 
     def _prepare(self) -> None:
         with _disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            for entry in self.folder.iterdir():
-                if _LEFT_OVER.fullmatch(entry.name):
+            (self.folder / LATEST_NAME).with_suffix(_TEMPORARY_SUFFIX).unlink(missing_ok=True)
+            for entry in [path for path in self.folder.iterdir() if _STEP_FOLDER.fullmatch(path.stem)]:
+                final = entry.with_suffix("")
+                if entry.suffix == _REPLACED_SUFFIX and not final.exists():
+                    entry.rename(final)  # what was to take its place has not arrived
+                elif entry.suffix in (_REPLACED_SUFFIX, _TEMPORARY_SUFFIX):
                     shutil.rmtree(entry)
 
     def save(self, manifest: Manifest, shards: dict[str, LogicalShards]) -> SaveReport:
@@ -73,15 +79,13 @@ class CheckpointManager:
         Raises CheckpointError on every rank when a write fails on any; the checkpoints that were there stay.
         """
         start = time.monotonic()
-        temporary = self.folder / f"{step_name(manifest.step)}.tmp"
+        temporary = (self.folder / step_name(manifest.step)).with_suffix(_TEMPORARY_SUFFIX)
         agree_on_rank_zero(lambda: self._start_save(temporary))
         try:
             self._write_shards(temporary, shards)
             own = agree_on_errors(lambda: self._hash_own_files(temporary))
             files = {name: record for part in gather_objects(own) for name, record in part.items()}
-            complete = Manifest(
-                manifest.step, manifest.state, manifest.config, manifest.versions, dict(sorted(files.items()))
-            )
+            complete = replace(manifest, files=dict(sorted(files.items())))
             agree_on_rank_zero(lambda: self._publish(temporary, complete))
         except CheckpointError:
             agree_on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
@@ -100,7 +104,7 @@ class CheckpointManager:
             dcp.save(dict(shards), storage_writer=dcp.FileSystemWriter(temporary), planner=LogicalSavePlanner())
         except CheckpointException as error:  # torch gathers the failures of all ranks, so this is raised on each
             first = next(iter(error.failures.values()))[0]
-            raise CheckpointError(_write_failure(self.folder, first)) from None
+            raise_together(CheckpointError(_write_failure(self.folder, first)))  # in the same words
 
     def _hash_own_files(self, temporary: Path) -> dict[str, Any]:
         rank = dist.get_rank()
@@ -113,7 +117,7 @@ class CheckpointManager:
         final = self.folder / step_name(manifest.step)
         with _disk_errors(self.folder):
             manifest.write(temporary)
-            replaced = final.with_name(final.name + ".old")
+            replaced = final.with_suffix(_REPLACED_SUFFIX)
             if final.exists():  # a run that went back to an earlier checkpoint arrives at this step again
                 final.rename(replaced)
             temporary.rename(final)
@@ -123,15 +127,15 @@ class CheckpointManager:
             self._remove_expired(final)
 
     def _remove_expired(self, newest: Path) -> None:
-        """Remove checkpoints that neither `keep` nor `keep_every` protects; those after the newest are of a past branch."""
+        """Remove older checkpoints that neither `keep` nor `keep_every` protects."""
         steps = [step for step, path in list_checkpoints(self.folder) if path != newest and step < step_of(newest)]
         every = self.config.keep_every
         for step in steps[max(0, self.config.keep - 1) :]:
             if every is None or step % every:
                 expired = self.folder / step_name(step)
-                doomed = expired.with_name(expired.name + ".old")
+                doomed = expired.with_suffix(_TEMPORARY_SUFFIX)
                 expired.rename(doomed)  # from here on it is no checkpoint, however far the removal gets
-                shutil.rmtree(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)  # `prepare` removes the rest
 
     def find_newest(self, folder: Path) -> tuple[Path, Manifest] | None:
         """The newest undamaged checkpoint of `folder`, every byte of it checked; None where there is no checkpoint.
@@ -203,17 +207,26 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Checkpoints in the order in which to try them: the one `latest` names, then older ones."""
+    """Checkpoints in the order in which to try them: the one that `latest` names, then older ones, newest first.
+
+    Newer ones come last: the run went back behind them, or their save ended before the pointer moved.
+    """
     found = list_checkpoints(folder)
+    named = _named_by_latest(folder)
+    if named is None:
+        return [path for _, path in found]
+    missing = [] if any(path == named for _, path in found) else [named]  # checking it says so
+    newer = [path for step, path in found if step > step_of(named)]
+    return missing + [path for step, path in found if step <= step_of(named)] + newer
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    """The checkpoint that the pointer names, which may be gone; None where the pointer is missing or damaged."""
     try:
-        latest = (folder / LATEST_NAME).read_text().strip()
-    except OSError:
-        return [path for _, path in found]
-    if not _STEP_FOLDER.fullmatch(latest):
-        return [path for _, path in found]
-    newest = step_of(folder / latest)
-    named = [folder / latest] if all(step != newest for step, _ in found) else []  # gone: _check says so
-    return named + [path for step, path in found if step <= newest]
+        name = (folder / LATEST_NAME).read_text().strip()
+    except (OSError, ValueError):
+        return None
+    return folder / name if _STEP_FOLDER.fullmatch(name) else None
 
 
 @contextmanager
@@ -230,7 +243,7 @@ def _write_failure(folder: Path, error: BaseException) -> str:
     # torch's writer reports a full disk as an internal check of its own, so ask the disk as well.
     if folder.exists() and shutil.disk_usage(folder).free < _NO_SPACE_BYTES:
         reason = os.strerror(errno.ENOSPC)
-    complete = list_checkpoints(folder)
-    kept = f"The newest complete checkpoint is {complete[0][1]}." if complete else "There is no earlier checkpoint."
+    complete = [path for path in _candidates(folder) if path.exists()]
+    kept = f"The newest complete checkpoint is {complete[0]}." if complete else "There is no earlier checkpoint."
     remedy = "Free or change the disk (train.run_dir) and start again."
     return f"Cannot write a checkpoint to {folder}: {reason}. {kept} {remedy}"

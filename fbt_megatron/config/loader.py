@@ -5,10 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from fbt_megatron.config.schema import RunConfig
-from fbt_megatron.config.typed_values import Reading, is_section, known_keys, read_section, unknown_key
+from fbt_megatron.config.typed_values import (
+    Reading,
+    field_types,
+    field_values,
+    is_section,
+    known_keys,
+    read_section,
+    unknown_key,
+)
 from fbt_megatron.config.validation import config_problems
 from fbt_megatron.config.yaml_text import dump_yaml, parse_yaml
 from fbt_megatron.errors import ConfigError
@@ -81,7 +89,7 @@ def _apply_override(values: dict[str, Any], override: str) -> list[str]:
     if key not in known:
         section = key.rpartition(".")[0]
         siblings = [name for parent, _, name in (other.rpartition(".") for other in known) if parent == section]
-        return [unknown_key(key, known=known, siblings=siblings or list(get_type_hints(RunConfig)))]
+        return [unknown_key(key, known=known, siblings=siblings or list(field_types(RunConfig)))]
     inner = [other for other in known if other.startswith(f"{key}.")]
     if inner:
         return [f"override {override!r}: {key} is a section. Set one key at a time, e.g. {inner[0]}=..."]
@@ -102,7 +110,7 @@ def _apply_override(values: dict[str, Any], override: str) -> list[str]:
 
 def _build(values: dict[str, Any], problems: list[str]) -> RunConfig:
     """A `RunConfig` from the values of the file; problems of types, keys and rules are appended to `problems`."""
-    hints = get_type_hints(RunConfig)
+    hints = field_types(RunConfig)
     known = list(known_keys(RunConfig))
     problems += [unknown_key(str(name), known=known, siblings=list(hints)) for name in values if name not in hints]
     reading = Reading(known, problems)
@@ -117,7 +125,7 @@ def _build(values: dict[str, Any], problems: list[str]) -> RunConfig:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {key: _plain(item) for key, item in field_values(value).items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -128,10 +136,9 @@ def _plain(value: Any) -> Any:
 def _leaves(section: Any, *, prefix: str = "") -> dict[str, Any]:
     """Full key -> plain value of every key that is not a section."""
     leaves = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+    for key, value in field_values(section).items():
         if is_section(type(value)):
-            leaves.update(_leaves(value, prefix=f"{prefix}{field.name}."))
+            leaves.update(_leaves(value, prefix=f"{prefix}{key}."))
         else:
-            leaves[prefix + field.name] = _plain(value)
+            leaves[prefix + key] = _plain(value)
     return leaves

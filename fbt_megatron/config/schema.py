@@ -55,7 +55,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     """Use the token embedding as the output head."""
     kernels: Literal["auto", "torch", "apex", "te"] = "auto"
-    """Where norm, attention and fused Adam come from; `auto` takes what is installed, `apex`/`te` insist."""
+    """Where norm and fused Adam come from on a GPU; `auto` takes what is installed, `apex`/`te` insist."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(
@@ -311,6 +311,8 @@ class CheckpointConfig:
     """Number of newest checkpoints that are kept."""
     keep_every: int | None = None
     """Checkpoints whose step this divides are kept as well."""
+    async_: bool = False
+    """Write in the background while training goes on."""
     load: str | None = None
     """A checkpoint (or a run folder) to start from when `run_dir` has none of its own."""
 

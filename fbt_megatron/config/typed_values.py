@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import keyword
 import math
 import types
 from collections.abc import Iterator
@@ -47,6 +48,22 @@ def is_section(annotation: object) -> bool:
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
+def attribute_name(key: str) -> str:
+    """Name of a key's field: that of the key, with an underscore where the key is a word of Python (`async`)."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
+def field_types(section: type) -> dict[str, Any]:
+    """Key -> annotation of each field of a dataclass; the key is the field's name as a file writes it."""
+    hints = get_type_hints(section).items()
+    return {name.removesuffix("_"): annotation for name, annotation in hints}
+
+
+def field_values(section: Any) -> dict[str, Any]:
+    """Key -> value of each field of a dataclass instance."""
+    return {key: getattr(section, attribute_name(key)) for key in field_types(type(section))}
+
+
 def describe_type(annotation: Any) -> str:
     """What a value of this type is, in the words of an error message or of the documentation."""
     origin, args = get_origin(annotation), get_args(annotation)
@@ -61,13 +78,13 @@ def describe_type(annotation: Any) -> str:
     if origin is dict:
         return f"a mapping of {describe_type(args[0])} to {describe_type(args[1])}"
     if is_section(annotation):
-        return "a mapping with " + ", ".join(entry.name for entry in dataclasses.fields(annotation))
+        return "a mapping with " + ", ".join(field_types(annotation))
     return _SCALARS[annotation]
 
 
 def known_keys(section: type, *, prefix: str = "") -> Iterator[str]:
     """Full names of all keys of a section and of the sections in it, the sections' own names included."""
-    for name, annotation in get_type_hints(section).items():
+    for name, annotation in field_types(section).items():
         yield prefix + name
         if is_section(annotation):
             yield from known_keys(annotation, prefix=f"{prefix}{name}.")
@@ -82,7 +99,7 @@ def read_section(section: type[_SectionT], values: object, *, key: str, reading:
         reading.fail(key, values, f"must be {describe_type(section)}")
         reading.unread.add(key)
         return section()
-    hints = get_type_hints(section)
+    hints = field_types(section)
     accepted = {}
     for name, value in values.items():
         full = f"{key}.{name}"
@@ -91,11 +108,11 @@ def read_section(section: type[_SectionT], values: object, *, key: str, reading:
             reading.problems.append(unknown_key(full, known=reading.known, siblings=list(hints)))
         elif is_section(hints[name]):
             written = {} if value is None else value  # null: all its keys are commented out
-            accepted[name] = read_section(hints[name], written, key=full, reading=reading)
+            accepted[attribute_name(name)] = read_section(hints[name], written, key=full, reading=reading)
         else:
             result = _read(hints[name], value, key=full, reading=reading)
             if len(reading.problems) == before:
-                accepted[name] = result
+                accepted[attribute_name(name)] = result
         if len(reading.problems) > before:
             reading.unread.add(full)
     return section(**accepted)

@@ -86,13 +86,14 @@ def unavailable(config: RunConfig) -> Iterator[str]:
     """What the schema has and this version does not run yet: refused, because nothing tests it."""
     parallel = config.parallel
     for key, is_available, remedy in (
-        (f"tensor={parallel.tensor}", parallel.tensor == 1, "tensor: 1"),
-        (f"pipeline={parallel.pipeline}", parallel.pipeline == 1, "pipeline: 1"),
-        ("sequence=true", not parallel.sequence, "sequence: false"),
-        (f"recompute={parallel.recompute}", parallel.recompute == "none", "recompute: none"),
+        (f"parallel.tensor={parallel.tensor}", parallel.tensor == 1, "tensor: 1"),
+        (f"parallel.pipeline={parallel.pipeline}", parallel.pipeline == 1, "pipeline: 1"),
+        ("parallel.sequence=true", not parallel.sequence, "sequence: false"),
+        (f"parallel.recompute={parallel.recompute}", parallel.recompute == "none", "recompute: none"),
+        ("checkpoint.async=true", not config.checkpoint.async_, "async: false"),
     ):
         if not is_available:
-            yield f"parallel.{key}: not available in this version. Set {remedy}."
+            yield f"{key}: not available in this version. Set {remedy}."
 
 
 def pipeline_divides_layers(config: RunConfig) -> Iterator[str]:
@@ -228,7 +229,7 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(unavailable, ("parallel",)),
+    _Rule(unavailable, ("parallel", "checkpoint")),
     _Rule(pipeline_divides_layers, ("model", "parallel")),
     _Rule(tensor_divides_model, ("model", "parallel")),
     _Rule(sequence_parallel_needs_tensor_parallel, ("model", "parallel")),

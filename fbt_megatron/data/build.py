@@ -50,7 +50,6 @@ from fbt_megatron.data.format import (
     ShardInfo,
     TokenizerInfo,
     token_dtype,
-    write_atomically,
     write_dataset,
 )
 from fbt_megatron.data.pool import run_tasks
@@ -59,6 +58,7 @@ from fbt_megatron.data.shard_writer import ShardTask, finished_shard, write_shar
 from fbt_megatron.data.sources import Inputs, Part, find_inputs, plan_chunks
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE, Tokenizer, starts_with_bos
 from fbt_megatron.errors import DataError
+from fbt_megatron.files import write_durably
 
 _MIN_CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 26
@@ -276,7 +276,7 @@ def _write_split(build: _Build, name: str, corpus: _Corpus, tokens_per_shard: fl
     boundaries = shard_boundaries(corpus.documents["num_tokens"], _num_shards(build.settings, corpus, tokens_per_shard))
     shards = _write_shards(build, name, corpus, boundaries)
     token_bytes = build.tokenizer.token_bytes().astype("<u2").tobytes()
-    write_atomically(folder / TOKEN_BYTES_FILE, token_bytes)
+    write_durably(folder / TOKEN_BYTES_FILE, token_bytes)
     info = _describe(build, corpus, shards, hashlib.sha256(token_bytes).hexdigest())
     write_dataset(folder, info)
     return info

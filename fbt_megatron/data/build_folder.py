@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fbt_megatron.data.format import DATASET_FILE, TOKEN_BYTES_FILE, write_atomically
+from fbt_megatron.data.format import DATASET_FILE, TOKEN_BYTES_FILE
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from fbt_megatron.errors import DataError
+from fbt_megatron.files import write_durably
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -65,13 +66,13 @@ def open_work_folder(out: Path, identity: Identity) -> None:
         if (out / name).exists() and any((out / name).iterdir()):
             raise DataError(f"{out / name}: is not empty, and not from an unfinished build. Choose another --out.")
     work_folder(out).mkdir(exist_ok=True)
-    write_atomically(manifest, json.dumps(identity).encode())
+    write_durably(manifest, json.dumps(identity))
 
 
 def close_work_folder(out: Path, identity: Identity, summary: dict[str, Any]) -> None:
     """Declare the build complete and remove its unfinished work."""
     finished = {"settings": identity, "summary": summary}
-    write_atomically(out / BUILD_FILE, (json.dumps(finished, indent=1) + "\n").encode())
+    write_durably(out / BUILD_FILE, json.dumps(finished, indent=1) + "\n")
     shutil.rmtree(work_folder(out))
 
 
@@ -98,7 +99,7 @@ def remove_build(out: Path) -> None:
     if not (out / BUILD_FILE).exists() and not (work_folder(out) / _MANIFEST_FILE).exists():
         return
     for name in (TRAIN, VALIDATION):
-        for pattern in (DATASET_FILE, TOKEN_BYTES_FILE, "shard-*.tar", "shard-*.index", "*.partial"):
+        for pattern in (DATASET_FILE, TOKEN_BYTES_FILE, "shard-*.tar", "shard-*.index", "*.tmp"):
             for path in (out / name).glob(pattern):
                 path.unlink()
     (out / BUILD_FILE).unlink(missing_ok=True)
@@ -119,9 +120,8 @@ def copy_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
             raise DataError(f"{folder}: holds another tokenizer. Choose another --out, or move it away.")
         return
     folder.mkdir(exist_ok=True)
-    special_tokens = json.dumps(tokenizer.special_tokens, indent=1) + "\n"
-    write_atomically(folder / "tokenizer_config.json", special_tokens.encode())
-    write_atomically(folder / TOKENIZER_FILE, tokenizer.definition.encode())
+    write_durably(folder / "tokenizer_config.json", json.dumps(tokenizer.special_tokens, indent=1) + "\n")
+    write_durably(folder / TOKENIZER_FILE, tokenizer.definition)
 
 
 def _check_identity(out: Path, current: Identity, earlier: Identity) -> None:

@@ -6,7 +6,6 @@ table of where they lie, and `.json` the counts. The last one is written last: a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -18,10 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from fbt_megatron.data.format import encode_tokens, write_atomically
+from fbt_megatron.data.format import encode_tokens, tokens_checksum
+from fbt_megatron.data.hashing import hash64
 from fbt_megatron.data.sources import Document, Part, Unreadable, read_documents
 from fbt_megatron.data.tokenizer import Tokenizer, encode_document, load_tokenizer
 from fbt_megatron.errors import DataError
+from fbt_megatron.files import write_durably
 
 MAX_REPORTED = 5
 
@@ -33,6 +34,7 @@ DOCUMENT_DTYPE = np.dtype(
         ("num_tokens", "<i8"),
         ("text_bytes", "<i8"),
         ("text_hash", "<u8"),
+        ("checksum", "<u4"),  # of the tokens
     ]
 )
 
@@ -120,14 +122,15 @@ def tokenize_chunk(task: ChunkTask) -> ChunkSummary:
             metadata = _metadata(document.source, len(ids), len(text))
             file.write(metadata)
             file.write(tokens)
-            rows.append((offset, len(metadata), len(tokens), len(ids), len(text), _hash(text)))
+            sizes = (len(metadata), len(tokens), len(ids), len(text))
+            rows.append((offset, *sizes, hash64(text), tokens_checksum(tokens)))
             offset += len(metadata) + len(tokens)
         file.flush()
         os.fsync(file.fileno())
     table = np.array(rows, dtype=DOCUMENT_DTYPE)
     summary = ChunkSummary(task.number, task.input_bytes, len(table), int(table["num_tokens"].sum()), **vars(counts))
-    write_atomically(path.with_suffix(".documents"), table.tobytes())
-    write_atomically(path.with_suffix(".json"), json.dumps(asdict(summary)).encode())
+    write_durably(path.with_suffix(".documents"), table.tobytes())
+    write_durably(path.with_suffix(".json"), json.dumps(asdict(summary)))
     return summary
 
 
@@ -163,7 +166,3 @@ def _readable(task: ChunkTask, counts: _Counts) -> Iterator[Document]:
 
 def _metadata(source: str, num_tokens: int, num_bytes: int) -> bytes:
     return json.dumps({"source": source, "num_tokens": num_tokens, "num_bytes": num_bytes}).encode()
-
-
-def _hash(text: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

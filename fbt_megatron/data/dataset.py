@@ -89,7 +89,7 @@ class DocumentDataset:
         document = first
         for key, sample in samples:
             where = f"{shard.location}: sample {key}"
-            yield key, self.decoder.decode(sample, int(index[document, 1]), where)
+            yield key, self.decoder.decode(sample, index[document], where)
             document += 1
         if document < stop:
             raise damaged(shard.location, f"it ends after {document} of {shard.num_documents} documents")

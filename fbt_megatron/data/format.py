@@ -4,7 +4,8 @@
       dataset.json          this description; written last, so a data set that has it is complete
       token_bytes.bin       bytes of text each token id stands for, little-endian uint16
       shard-00000.tar       USTAR; per document `<key>.json` (metadata) and `<key>.tokens` (little-endian ids)
-      shard-00000.index     int64 [num_documents, 2]: offset of the document's first tar header, number of tokens
+      shard-00000.index     int64 [num_documents, 3]: offset of the document's first tar header, number of tokens,
+                            CRC-32 of the bytes of the tokens
 
 Everything here works on bytes and text, so a reader may fetch them from anywhere.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fbt_megatron.errors import DataError
+from fbt_megatron.files import write_durably
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DATASET_FILE = "dataset.json"
 TOKEN_BYTES_FILE = "token_bytes.bin"
 METADATA_SUFFIX = "json"
 TOKENS_SUFFIX = "tokens"
+INDEX_COLUMNS = 3
+INDEX_ENTRY_BYTES = 8 * INDEX_COLUMNS
 
 IntArray = npt.NDArray[np.int64]
 
@@ -135,20 +139,39 @@ def _check_range(ids: IntArray, vocab_size: int, where: str) -> None:
         )
 
 
-def encode_index(offsets: Sequence[int], num_tokens: npt.ArrayLike) -> bytes:
-    """Return the bytes of a shard's index: one (offset, number of tokens) pair of int64 per document."""
-    return np.stack([np.asarray(offsets), np.asarray(num_tokens)], axis=1).astype("<i8").tobytes()
+def tokens_checksum(data: bytes) -> int:
+    """Return the checksum that the index keeps of one document's stored bytes (CRC-32)."""
+    return zlib.crc32(data)
+
+
+def check_tokens(data: bytes, checksum: int, where: str) -> None:
+    """Compare one document's stored bytes with the checksum that was taken when they were written.
+
+    Raises:
+        DataError: they have changed since; the message names `where`.
+    """
+    if tokens_checksum(data) != checksum:
+        raise DataError(
+            f"{where}: the tokens do not match their checksum, so they have changed since they were written. "
+            "Copy or build the data set again; tools/verify_shards.py finds every damaged file."
+        )
+
+
+def encode_index(offsets: Sequence[int], num_tokens: npt.ArrayLike, checksums: npt.ArrayLike) -> bytes:
+    """Return the bytes of a shard's index: (offset, number of tokens, checksum) as int64 per document."""
+    columns = [np.asarray(column, dtype="<i8") for column in (offsets, num_tokens, checksums)]
+    return np.stack(columns, axis=1).tobytes()
 
 
 def decode_index(data: bytes, shard: ShardInfo, where: str) -> IntArray:
-    """Return a shard's index as int64 [num_documents, 2]; columns are header offset and number of tokens.
+    """Return a shard's index as int64 [num_documents, 3]: header offset, number of tokens, checksum of the tokens.
 
     Raises:
         DataError: the index is not the one that `dataset.json` describes.
     """
     if hashlib.sha256(data).hexdigest() != shard.index_sha256:
         raise DataError(f"{where}: does not match its checksum in {DATASET_FILE}. Copy or build the data set again.")
-    return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(shard.num_documents, 2)
+    return np.frombuffer(data, dtype="<i8").astype(np.int64).reshape(shard.num_documents, INDEX_COLUMNS)
 
 
 def decode_token_bytes(data: bytes, info: DatasetInfo, where: str) -> IntArray:
@@ -181,7 +204,7 @@ def dataset_from_json(text: str | bytes, where: str) -> DatasetInfo:
     if version != FORMAT_VERSION:
         raise DataError(
             f"{where}: format_version is {version}, this version reads {FORMAT_VERSION}. "
-            "Build the data set again with tools/build_shards.py."
+            "Build the data set again: the command of tools/build_shards.py that made it, with --restart."
         )
     shards = _value(document, "shards", list, where)
     info = _build(
@@ -248,45 +271,6 @@ def _check_dataset(info: DatasetInfo, where: str) -> None:
                 raise DataError(f"{where}: {name!r} is not a plain file name; shards lie beside {DATASET_FILE}.")
 
 
-def read_dataset(folder: Path) -> DatasetInfo:
-    """Read `folder/dataset.json` from a local disk.
-
-    Raises:
-        DataError: it is missing or wrong.
-    """
-    path = folder / DATASET_FILE
-    try:
-        return dataset_from_json(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise DataError(f"{folder}: no {DATASET_FILE} there. Make a data set with tools/build_shards.py.") from None
-
-
 def write_dataset(folder: Path, info: DatasetInfo) -> None:
     """Write `folder/dataset.json` in one step; everything it describes must already be on disk."""
-    write_atomically(folder / DATASET_FILE, dataset_to_json(info).encode())
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 (hex) of a local file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    write_durably(folder / DATASET_FILE, dataset_to_json(info))

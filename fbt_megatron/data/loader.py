@@ -9,9 +9,6 @@ fills up with rows that have no labels.
 
 from __future__ import annotations
 
-import logging
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
@@ -20,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.batch import TrainBatch
@@ -28,12 +24,9 @@ from fbt_megatron.data.dataset import DocumentDataset, open_dataset
 from fbt_megatron.data.loader_state import LoaderState
 from fbt_megatron.data.order import DocumentOrder
 from fbt_megatron.data.packing import PackedRow
+from fbt_megatron.data.reader_processes import ReaderProcesses
 from fbt_megatron.data.streams import StreamLayout, StreamReader
 from fbt_megatron.errors import DataError
-
-logger = logging.getLogger(__name__)
-
-_PREFETCHED_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -48,13 +41,6 @@ class _Delivery:
     rows: dict[int, PackedRow]
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A `DataError` on its way out of a reader process."""
-
-    message: str
-
-
 class TrainLoader:
     """Endless training data of one data-parallel rank, resumable at any step."""
 
@@ -62,12 +48,15 @@ class TrainLoader:
         self, reader: StreamReader, layout: StreamLayout, *, cycles_per_step: int, workers: int, state: LoaderState
     ) -> None:
         """Use `build_train_loader`."""
+        # The configuration is checked in the user's words before this; taking turns needs it.
+        assert workers == 0 or layout.num_groups % workers == 0, (workers, layout)
         self._reader = reader
         self._layout = layout
         self._cycles_per_step = cycles_per_step
         self._workers = workers
         self._state = state
-        self._deliveries: Iterator[_Delivery | _Failure] | None = None
+        self._readers: ReaderProcesses[_Delivery] | None = None
+        self._deliveries: Iterator[_Delivery] | None = None
         self._documents: list[tuple[tuple[str, ...], ...]] = []
         self.token_bytes = _as_tensor(reader.dataset.token_bytes)
         """[V] int64, bytes of text per token id; `None` where the tokenizer is not known."""
@@ -84,19 +73,25 @@ class TrainLoader:
 
     @property
     def last_documents(self) -> list[tuple[tuple[str, ...], ...]]:
-        """Keys of the documents in each row of each micro-batch of the last step: for finding out what a step read."""
+        """Keys of the documents in each row of each micro-batch of the last step.
+
+        For tests, and to find out in a debugger what a step read; training does not use it.
+        """
         return self._documents
 
     def next_step(self) -> list[TrainBatch]:
         """The micro-batches of the next optimizer step, in order.
 
         Raises:
-            DataError: a shard or sample cannot be used.
+            DataError: a shard or sample cannot be used, or a reader process has died.
         """
         if self._deliveries is None:
-            source = _TrainSource(self._reader, self._layout, self._state.copy())
-            self._deliveries = _start_reading(source, self._workers)
-        step = [_received(delivery) for delivery in islice(self._deliveries, self.num_micro_batches)]
+            self._deliveries = self._start_reading()
+        try:
+            step = list(islice(self._deliveries, self.num_micro_batches))
+        except DataError:
+            self.close()  # another try starts from the last step again
+            raise
         self._state.cursors.update({stream: row.next for delivery in step for stream, row in delivery.rows.items()})
         self._state.cycle += self._cycles_per_step
         self._documents = [tuple(row.documents for row in delivery.rows.values()) for delivery in step]
@@ -110,6 +105,16 @@ class TrainLoader:
     def close(self) -> None:
         """Stop the reader processes; the next `next_step` would start others."""
         self._deliveries = None
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
+
+    def _start_reading(self) -> Iterator[_Delivery]:
+        source = _TrainSource(self._reader, self._layout, self._state.copy())
+        if self._workers == 0:
+            return source.deliveries(0, 1)
+        self._readers = ReaderProcesses(source.deliveries, self._workers)
+        return iter(self._readers)
 
 
 class ValidationLoader:
@@ -164,7 +169,7 @@ def build_train_loader(
         StreamReader(dataset, order, num_streams, seq_length),
         layout,
         cycles_per_step=config.train.global_batch_size // num_streams,
-        workers=_usable_workers(config.data.workers, layout.num_groups),
+        workers=config.data.workers,
         state=start,
     )
 
@@ -187,26 +192,21 @@ def build_validation_loader(config: RunConfig, *, dp_rank: int, dp_size: int) ->
     )
 
 
-class _TrainSource(IterableDataset[Any]):
-    """Deliveries of one rank in order; in a reader process, those of every W-th group."""
+@dataclass(frozen=True)
+class _TrainSource:
+    """Deliveries of one rank from a state on."""
 
-    def __init__(self, reader: StreamReader, layout: StreamLayout, state: LoaderState) -> None:
-        super().__init__()
-        self._reader = reader
-        self._layout = layout
-        self._state = state
+    reader: StreamReader
+    layout: StreamLayout
+    state: LoaderState
 
-    def __iter__(self) -> Iterator[_Delivery | _Failure]:
-        info = get_worker_info()
-        first, stride = (info.id, info.num_workers) if info else (0, 1)
-        groups = range(first, self._layout.num_groups, stride)
-        try:
-            yield from _read_groups(self._layout, groups, self._training_rows, first_cycle=self._state.cycle)
-        except DataError as error:
-            yield _Failure(str(error))
+    def deliveries(self, worker: int, num_workers: int) -> Iterator[_Delivery]:
+        """Those of every `num_workers`-th group, beginning with group `worker`, without end."""
+        groups = range(worker, self.layout.num_groups, num_workers)
+        return _read_groups(self.layout, groups, self._training_rows, first_cycle=self.state.cycle)
 
     def _training_rows(self, stream: int) -> Iterator[PackedRow]:
-        return self._reader.training_rows(stream, self._state.cursors[stream])
+        return self.reader.training_rows(stream, self.state.cursors[stream])
 
 
 def _read_groups(
@@ -230,54 +230,6 @@ def _collate(delivery: _Delivery, layout: StreamLayout) -> TrainBatch:
         document_ids=stacked("document_ids"),
         rows=torch.tensor([layout.row(delivery.cycle, stream) for stream in delivery.rows], dtype=torch.int64),
     )
-
-
-def _start_reading(source: _TrainSource, workers: int) -> Iterator[_Delivery | _Failure]:
-    """Deliveries in order. With W dividing the number of groups, taking turns among W readers keeps that order."""
-    if workers == 0:
-        return iter(source)
-    # An own generator, because the default one would be moved on and change every later draw of the run.
-    return iter(
-        DataLoader(
-            source,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=_PREFETCHED_MICRO_BATCHES,
-            worker_init_fn=_leave_signals_to_trainer,
-            generator=torch.Generator(),
-        )
-    )
-
-
-def _leave_signals_to_trainer(worker: int) -> None:
-    """Keep reading when Ctrl-C or the scheduler signals the whole group: the trainer still finishes its step.
-
-    The handlers that the trainer installed are not wanted in its copy either, or it could not end its readers.
-    """
-    os.setpgrp()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _received(delivery: _Delivery | _Failure) -> _Delivery:
-    if isinstance(delivery, _Failure):
-        raise DataError(delivery.message)
-    return delivery
-
-
-def _usable_workers(requested: int, num_groups: int) -> int:
-    """The largest number of readers that share `num_groups` evenly, at most `requested`."""
-    if requested == 0:
-        return 0
-    usable = max(number for number in range(1, requested + 1) if num_groups % number == 0)
-    if usable != requested:
-        logger.warning(
-            "data.workers=%d: using %d, which share a rank's %d groups of streams evenly; more data.streams allow more",
-            requested,
-            usable,
-            num_groups,
-        )
-    return usable
 
 
 def _open(config: RunConfig, section: str) -> DocumentDataset:

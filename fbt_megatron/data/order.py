@@ -10,13 +10,14 @@ logical stream. Every document therefore occurs exactly once per epoch, however 
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fbt_megatron.data.hashing import hash64
 
 _KEPT_EPOCHS = 2  # streams of one reader are at most an epoch apart for long
 _GOLDEN_RATIO_CONJUGATE = 0.6180339887498949
@@ -83,7 +84,9 @@ def epoch_order(documents_per_shard: NDArray[np.int64], *, seed: int | None, epo
     """The list of `epoch` for shards of these sizes; two following epochs differ if any shard has two documents."""
     shards = np.flatnonzero(documents_per_shard)
     if seed is not None:
-        shards = np.array(sorted(shards, key=lambda shard: _draw(f"order {seed} {epoch} {shard}")), dtype=np.int64)
+        shards = np.array(
+            sorted(shards, key=lambda shard: hash64(f"order {seed} {epoch} {shard}".encode())), dtype=np.int64
+        )
     counts = documents_per_shard[shards]
     rotations = np.zeros_like(shards)
     if seed is not None:
@@ -98,9 +101,4 @@ def _rotation(seed: int, epoch: int, shard: int, count: int) -> int:
     A fresh draw per epoch would repeat the last one with probability 1/count; this never does for count >= 2.
     """
     stride = round(count * _GOLDEN_RATIO_CONJUGATE)
-    return (_draw(f"rotation {seed} {shard}") + epoch * stride) % count
-
-
-def _draw(name: str) -> int:
-    """64 well mixed bits that depend on `name` alone: the same with every version of every library."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return (hash64(f"rotation {seed} {shard}".encode()) + epoch * stride) % count

@@ -10,6 +10,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 LINE_INTERVAL_SECONDS = 10.0
+_COUNTS = "kMBT"
+_BYTES = "kMGT"
 
 
 class Progress:
@@ -70,7 +72,7 @@ class Progress:
         worked = self._done - self._initial
         left = f"{elapsed * (self._total - self._done) / worked:.0f}s" if worked else "unknown"
         self._stream.write(
-            f"{self._title}: {format_count(self._done)}B of {format_count(self._total)}B, "
+            f"{self._title}: {_scaled(self._done, _BYTES)}B of {_scaled(self._total, _BYTES)}B, "
             f"{format_count(self._tokens)} tokens, "
             f"{format_count(self._tokens_per_second())} tokens/s, {elapsed:.0f}s, eta {left}\n"
         )
@@ -78,8 +80,13 @@ class Progress:
 
 
 def format_count(value: float) -> str:
-    """Return a number with three digits and a metric suffix: `1.23M`."""
-    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{suffix}"
-    return f"{value:.3g}"
+    """Return a number with three digits and a unit: `812`, `9.83k`, `1.20M`, `3.00B`."""
+    return _scaled(value, _COUNTS)
+
+
+def _scaled(value: float, units: str) -> str:
+    """Write `value` with three digits and one of `units`, the names of the powers of 1000 from the first up."""
+    for power, unit in reversed(list(enumerate(units, start=1))):
+        if value >= 0.9995 * 1000**power:  # from here on three digits round up to the unit
+            return f"{value / 1000**power:#.3g}".rstrip(".") + unit
+    return f"{value:.0f}"

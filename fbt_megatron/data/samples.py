@@ -24,6 +24,7 @@ from fbt_megatron.data.format import (
     METADATA_SUFFIX,
     TOKENS_SUFFIX,
     DatasetInfo,
+    check_tokens,
     decode_tokens,
     storage_dtype,
     token_dtype,
@@ -48,16 +49,16 @@ class SampleDecoder(Protocol):
     def suffixes(self) -> frozenset[str]:
         """Suffixes of the members it needs."""
 
-    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
+    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
         """Token ids of `sample` as int64, empty for a document without text.
 
         Args:
             sample: member contents by suffix.
-            num_tokens: what the shard's index states for it.
+            entry: its row of the shard's index.
             where: names shard and sample in messages.
 
         Raises:
-            DataError: the sample holds no tokens or text, or an id outside the vocabulary.
+            DataError: the sample holds no tokens or text, an id outside the vocabulary, or not what the index states.
         """
 
 
@@ -69,8 +70,10 @@ class StoredTokens:
     def __init__(self, info: DatasetInfo) -> None:
         self._info = info
 
-    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
-        return decode_tokens(sample[TOKENS_SUFFIX], self._info.dtype, self._info.vocab_size, num_tokens, where)
+    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
+        data, (_, num_tokens, checksum) = sample[TOKENS_SUFFIX], entry.tolist()
+        check_tokens(data, checksum, where)
+        return decode_tokens(data, self._info.dtype, self._info.vocab_size, num_tokens, where)
 
 
 class PlainSamples:
@@ -84,7 +87,7 @@ class PlainSamples:
         self._vocab_size = vocab_size
         self._add_bos = tokenizer is not None and starts_with_bos(tokenizer, None)
 
-    def decode(self, sample: Sample, num_tokens: int, where: str) -> IntArray:
+    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
         if TOKENS_SUFFIX in sample:
             return self._decode_tokens(sample[TOKENS_SUFFIX], where)
         text = _text_of(sample, where)

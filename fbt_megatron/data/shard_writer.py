@@ -22,9 +22,10 @@ from fbt_megatron.data.format import (
     IntArray,
     ShardInfo,
     encode_index,
-    sync_folder,
-    write_atomically,
+    tokens_checksum,
 )
+from fbt_megatron.errors import DataError
+from fbt_megatron.files import sync_folder, write_durably
 
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _WRITE_BUFFER_BYTES = 1 << 22
@@ -63,9 +64,13 @@ class _Sample:
 
 
 def write_shard(task: ShardTask) -> ShardInfo:
-    """Write the shard and its index, each in one step, and return its description."""
+    """Write the shard and its index, each in one step, and return its description.
+
+    Raises:
+        DataError: tokens have changed on disk since their chunk was written.
+    """
     path = task.folder / task.name
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + ".tmp")
     digest, offsets, offset = hashlib.sha256(), [], 0
     with partial.open("wb", buffering=_WRITE_BUFFER_BYTES) as file:
         for sample in _samples(task):
@@ -81,9 +86,9 @@ def write_shard(task: ShardTask) -> ShardInfo:
         os.fsync(file.fileno())
     partial.replace(path)
     sync_folder(task.folder)
-    index = encode_index(offsets, task.documents["num_tokens"])
+    index = encode_index(offsets, task.documents["num_tokens"], task.documents["checksum"])
     index_path = path.with_suffix(".index")
-    write_atomically(index_path, index)
+    write_durably(index_path, index)
     info = ShardInfo(
         name=path.name,
         bytes=offset + len(end),
@@ -93,7 +98,7 @@ def write_shard(task: ShardTask) -> ShardInfo:
         index=index_path.name,
         index_sha256=hashlib.sha256(index).hexdigest(),
     )
-    write_atomically(task.marker, json.dumps(asdict(info)).encode())
+    write_durably(task.marker, json.dumps(asdict(info)))
     return info
 
 
@@ -114,7 +119,13 @@ def _samples(task: ShardTask) -> Iterator[_Sample]:
             middle = int(task.documents["metadata_bytes"][position])
             content = contents.pop(position)
             key = f"{task.first_key + position:0{task.key_width}d}"
-            yield _Sample(key, content[:middle], content[middle:])
+            sample = _Sample(key, content[:middle], content[middle:])
+            if tokens_checksum(sample.tokens) != task.documents["checksum"][position]:
+                raise DataError(
+                    f"{data_path(task.chunk_folder, int(task.chunks[position]))}: tokens have changed on disk since "
+                    "they were written. Build again with --restart, in another place if it happens again."
+                )
+            yield sample
 
 
 def _read_batch(task: ShardTask, positions: IntArray) -> dict[int, bytes]:

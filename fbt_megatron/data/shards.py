@@ -14,11 +14,16 @@ from braceexpand import braceexpand
 from numpy.typing import NDArray
 
 from fbt_megatron.data import storage
-from fbt_megatron.data.format import DATASET_FILE, DatasetInfo, ShardInfo, dataset_from_json, decode_index
+from fbt_megatron.data.format import (
+    DATASET_FILE,
+    INDEX_ENTRY_BYTES,
+    DatasetInfo,
+    ShardInfo,
+    dataset_from_json,
+    decode_index,
+)
 from fbt_megatron.data.samples import scan_samples
 from fbt_megatron.errors import DataError
-
-_INDEX_ENTRY_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Shard:
         return self.info.sha256 if self.info else self.location.rpartition("/")[2]
 
     def index(self) -> NDArray[np.int64]:
-        """[documents, 2], offset of the first header and number of tokens of each document.
+        """[documents, 3]: offset of the first header, number of tokens, their checksum. A scanned tar has the first two.
 
         Read anew each time: a reader needs it once per run of documents, and all of them would not fit into memory.
 
@@ -68,7 +73,7 @@ class Shard:
         """
         assert self.info is not None
         folder = storage.parent(self.location)
-        index_bytes = self.info.num_documents * _INDEX_ENTRY_BYTES
+        index_bytes = self.info.num_documents * INDEX_ENTRY_BYTES
         for name, expected in ((self.info.name, self.info.bytes), (self.info.index, index_bytes)):
             location = storage.join(folder, name)
             actual = storage.size_of(location)

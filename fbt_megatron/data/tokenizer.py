@@ -96,7 +96,7 @@ class HuggingFaceTokenizer:
         self._where = where
         parsed = _parse_definition(definition, where)
         self._ids = _vocabulary(parsed, where)
-        self._eos_token = eos_token or _only_common_eos(self._ids, where)
+        self._eos_token = _only_common_eos(self._ids, where) if eos_token is None else eos_token
         self._bos_token = bos_token
         self._reserved = {
             token: _id_of(token, name, self._ids, where)
@@ -161,9 +161,13 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None, bos_token: str | 
         bos_token: token that starts a document, in place of the one found.
 
     Raises:
-        DataError: missing or unreadable, EOS cannot be determined, or BOS or EOS is not in the vocabulary.
+        DataError: missing or unreadable, EOS cannot be determined, BOS or EOS is not in the vocabulary, or `bytes`
+            with a token named.
     """
     if spec == "bytes":
+        for option, token in (("--eos-token", eos_token), ("--bos-token", bos_token)):
+            if token is not None:
+                raise DataError(f"{option} {token}: tokenizer bytes has tokens of its own. Leave {option} out.")
         return ByteTokenizer()
     path = Path(spec)
     if path.is_dir():
@@ -172,7 +176,10 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None, bos_token: str | 
         raise DataError(f"tokenizer={spec}: not found. Give bytes, a {TOKENIZER_FILE} or a folder with one.")
     configured = _configured_special_tokens(path.parent)
     return HuggingFaceTokenizer(
-        _read_text(path), str(path), eos_token or configured.get("eos_token"), bos_token or configured.get("bos_token")
+        _read_text(path),
+        str(path),
+        configured.get("eos_token") if eos_token is None else eos_token,
+        configured.get("bos_token") if bos_token is None else bos_token,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fbt_megatron.data.format import write_atomically
+from fbt_megatron.data.hashing import hash64
 from fbt_megatron.data.sources import Document, Inputs, find_inputs, plan_chunks, read_documents
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
 from fbt_megatron.errors import DataError
+from fbt_megatron.files import write_durably
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_FILE = "training.json"
@@ -113,15 +113,11 @@ def _texts(training: TokenizerTraining, inputs: Inputs, seen: _Seen) -> Iterator
             if not isinstance(document, Document):
                 raise DataError(document.message)
             text = document.text.encode()
-            if threshold < 1 and _uniform(text) >= threshold:
+            if threshold < 1 and hash64(text) / 2**64 >= threshold:
                 continue
             seen.num_documents += 1
             seen.num_bytes += len(text)
             yield document.text
-
-
-def _uniform(text: bytes) -> float:
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") / 2**64
 
 
 def _identity(training: TokenizerTraining, inputs: Inputs) -> dict[str, Any]:
@@ -157,8 +153,8 @@ def _write(out: Path, definition: str, record: dict[str, Any]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / TOKENIZER_FILE).unlink(missing_ok=True)
-        write_atomically(out / TRAINING_FILE, (json.dumps(record, indent=1) + "\n").encode())
-        write_atomically(out / _CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
-        write_atomically(out / TOKENIZER_FILE, definition.encode())
+        write_durably(out / TRAINING_FILE, json.dumps(record, indent=1) + "\n")
+        write_durably(out / _CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+        write_durably(out / TOKENIZER_FILE, definition)
     except OSError as error:
         raise DataError(f"{out}: cannot write ({error}).") from error

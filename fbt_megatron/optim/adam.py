@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from torch import Tensor
 
 from fbt_megatron.config.schema import AdamConfig
+
+
+class AdamUpdate(Protocol):
+    """What `adam_update` is, and what every other implementation of Adam here has to be."""
+
+    def __call__(
+        self,
+        weights: Tensor,
+        gradients: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        num_updates: int,
+        lr: float,
+        weight_decay: float,
+        config: AdamConfig,
+    ) -> None: ...
 
 
 def adam_update(

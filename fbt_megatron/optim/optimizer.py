@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fbt_megatron.config.schema import OptimizerConfig
-from fbt_megatron.optim.adam import adam_update
+from fbt_megatron.optim.adam import AdamUpdate, adam_update
 from fbt_megatron.optim.exchange import MatrixExchange
 from fbt_megatron.optim.flat import BoundFragment, Span, bind_fragments, join_fragments
 from fbt_megatron.optim.param_groups import ADAM, NORMUON
@@ -63,13 +63,22 @@ class NorMuonAdam(torch.optim.Optimizer):
     fp32 partitions (or not); `bind`; then `prepare` and `step` for each optimizer step.
     """
 
-    def __init__(self, matrices: list[Parameter], others: list[Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        matrices: list[Parameter],
+        others: list[Parameter],
+        config: OptimizerConfig,
+        *,
+        adam: AdamUpdate = adam_update,
+    ) -> None:
+        """`adam` is the implementation of Adam; see `fused_adam.adam_with` for others."""
         groups = [
             {"params": matrices, "rule": NORMUON, "lr": config.normuon.lr, "weight_decay": config.normuon.weight_decay},
             {"params": others, "rule": ADAM, "lr": config.adam.lr, "weight_decay": config.adam.weight_decay},
         ]
         super().__init__(groups, defaults={})
         self.config = config
+        self._adam = adam
         self._settings: StepSettings | None = None
         self._due: set[str] = set()
         self._fragments: dict[str, list[BoundFragment]] = {}
@@ -166,7 +175,7 @@ class NorMuonAdam(torch.optim.Optimizer):
         self._adam_updates["adam_feedback"] += settings.uses_feedback
         for span in self._active_spans(ADAM, settings):
             state = self.state[span.param]
-            adam_update(
+            self._adam(
                 span.of(span.param),
                 span.gradient(),
                 span.of(state["exp_avg"]),

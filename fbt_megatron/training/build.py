@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.loader import TrainLoader, ValidationLoader, build_train_loader, build_validation_loader
 from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.layout import parameter_layouts
-from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero
+from fbt_megatron.optim.param_groups import ADAM, NORMUON, format_groups, list_groups
+from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects
+from fbt_megatron.parallel.logical_tensor import ParameterLayout
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.planner import count_parameters
 from fbt_megatron.training.console import Console
@@ -42,7 +44,9 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         loader, validation = _open_data(config, topology, None if start is None else start[1])
         model = build_model(config, topology)
         console.line(model.kernels.describe())
-        engine = build_engine(model, parameter_layouts(model, config, topology), config, topology)
+        layouts = parameter_layouts(model, config, topology)
+        engine = build_engine(model, layouts, config, topology)
+        _list_optimizer_groups(layouts, config, topology, console)
         counters = _restore(start, engine, console)
         console.line(_describe(config, topology, counters))
         metrics = MetricsLogger(
@@ -78,6 +82,24 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: 
     engine.optimizer.load_counters(manifest.state["optimizer"])
     console.line(f"resumed from {path}")
     return Counters(**manifest.state["counters"])
+
+
+def _list_optimizer_groups(
+    layouts: Mapping[str, ParameterLayout], config: RunConfig, topology: ParallelTopology, console: Console
+) -> None:
+    """Which tensor of the whole model is in which optimizer group: a summary on the console, all of it in the log."""
+    stages = gather_objects(list(layouts.values()), group=topology.pg.pp)
+    entries = list_groups((layout for stage in stages for layout in stage), config.optimizer)
+    parts = []
+    for group in (NORMUON, ADAM):
+        tensors = [entry.tensor for entry in entries if entry.group == group]
+        num_matrices = sum(len(tensor.shape) == 2 for tensor in tensors)
+        num_parameters = sum(tensor.numel for tensor in tensors)
+        parts.append(
+            f"{group} {num_matrices} matrices, {len(tensors) - num_matrices} vectors, {num_parameters:,} parameters"
+        )
+    console.line(f"optimizer groups: {' | '.join(parts)}")
+    console.log(format_groups(entries))
 
 
 def _describe(config: RunConfig, topology: ParallelTopology, counters: Counters) -> str:

@@ -32,6 +32,10 @@ class Console:
             print(text, flush=True)
         else:
             self._bar.write(text)
+        self.log(text)
+
+    def log(self, text: str) -> None:
+        """Write to `log.txt` only: what is too long for a terminal."""
         if self._log is not None:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             self._log.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
@@ -79,6 +83,6 @@ def format_duration(seconds: float) -> str:
 def format_count(value: float) -> str:
     """A large number with three digits and a unit: `812`, `9.83k`, `1.20M`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
+        if value >= 0.9995 * size:  # from here on three digits round up to the unit
+            return f"{value / size:#.3g}".rstrip(".") + unit
     return f"{value:.0f}"

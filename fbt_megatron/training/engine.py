@@ -25,6 +25,8 @@ from torch.nn import Parameter
 
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.errors import ConfigError
+from fbt_megatron.model.kernels import select_kernels
+from fbt_megatron.optim.fused_adam import adam_with
 from fbt_megatron.optim.optimizer import NorMuonAdam, StepSettings
 from fbt_megatron.optim.param_groups import split_parameters
 from fbt_megatron.parallel.collectives import agree_on_errors, max_across
@@ -185,8 +187,9 @@ def build_engine(
     """Wrap a model in DeepSpeed with NorMuon and Adam. Every rank calls it.
 
     `layouts` has one entry per parameter name of `model`. Parameters are broadcast from the first data-parallel rank.
-    Raises ConfigError for a combination of ZeRO stage and precision that is not covered, TopologyError on every rank
-    where some rank has no matrix or nothing but matrices, and ValueError where layouts and parameters do not fit.
+    Raises ConfigError for a combination of ZeRO stage and precision that is not covered and for `model.kernels` that
+    cannot be used, TopologyError on every rank where some rank has no matrix or nothing but matrices, and ValueError
+    where layouts and parameters do not fit.
     """
     parallel = config.parallel
     if (parallel.zero_stage, parallel.precision) not in _WRAPPERS:
@@ -196,7 +199,9 @@ def build_engine(
     matrices, others = agree_on_errors(lambda: split_parameters(layouts, parameters))
     layout_of = {parameter: layouts[name] for name, parameter in parameters.items()}
     _mark_for_norm(layout_of)
-    optimizer = NorMuonAdam(matrices, others, config.optimizer)
+    kernels = select_kernels(config.model.kernels, device=topology.device)
+    adam = adam_with(kernels.adam, device=topology.device)
+    optimizer = NorMuonAdam(matrices, others, config.optimizer, adam=adam)
     engine = _initialize_deepspeed(model, optimizer, config, topology)
     masters = [_master_fragments(group, layout_of, parallel.zero_stage) for group in (matrices, others)]
     fragments = [[fragment for fragment, _ in group] for group in masters]

@@ -104,10 +104,15 @@ class MetricsLogger:
         self._writer: SummaryWriter | None = None
         if console.enabled:
             path = run_dir / METRICS_NAME
-            _keep_lines_up_to(path, resume_step)
+            if resume_step:
+                _keep_lines_up_to(path, resume_step)
+            else:  # not even the validation before the first step: the run begins anew
+                path.unlink(missing_ok=True)
             self._file = path.open("a", buffering=1)
             if tensorboard:
-                self._writer = SummaryWriter(str(run_dir / TENSORBOARD_NAME), purge_step=resume_step + 1)
+                self._writer = SummaryWriter(
+                    str(run_dir / TENSORBOARD_NAME), purge_step=resume_step + 1 if resume_step else 0
+                )
 
     def step(self, record: StepRecord) -> None:
         """Log one optimizer step."""
@@ -185,7 +190,7 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:

@@ -35,7 +35,7 @@ from fbt_megatron.training.train_state import Counters, shards_of, software_vers
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a trainer drives; built by `build.build_trainer`."""
+    """What a trainer drives; built by `build.open_trainer`."""
 
     model: FBTModel
     engine: TrainEngine
@@ -76,6 +76,7 @@ class Trainer:
     def train(self, stop: StopSignal) -> int:
         """Run to the end; returns 0, or the number of the signal that stopped the run with a checkpoint."""
         signal_number = 0
+        self.console.start_progress(done=self.counters.step, total=self.config.train.steps)
         if self.counters.step == 0:
             self.validate()
         self._timer.lap()

@@ -27,7 +27,7 @@ KEYS = {
     "parallel": "tensor pipeline sequence zero_stage precision recompute",
     "data": "train validation streams reset_attention_mask on_error",
     "train": "steps global_batch_size micro_batch_size seed run_dir",
-    "checkpoint": "every keep keep_every load",
+    "checkpoint": "every keep keep_every async load",
     "evaluation": "every batches extra_passes",
 }
 

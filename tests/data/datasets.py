@@ -6,6 +6,7 @@ import hashlib
 import io
 import struct
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,7 +95,10 @@ def _write_shard(folder: Path, number: int, documents: Documents, dtype: str) ->
         members += [(f"{key}.json", b'{"source": "test"}'), (f"{key}.tokens", pack_ids(ids, dtype))]
     tar = folder / f"shard-{number:05d}.tar"
     offsets = write_tar(tar, members)[::2]
-    index = b"".join(struct.pack("<qq", offset, len(ids)) for offset, ids in zip(offsets, documents, strict=True))
+    index = b"".join(
+        struct.pack("<qqq", offset, len(ids), zlib.crc32(pack_ids(ids, dtype)))
+        for offset, ids in zip(offsets, documents, strict=True)
+    )
     tar.with_suffix(".index").write_bytes(index)
     content = tar.read_bytes()
     return ShardInfo(

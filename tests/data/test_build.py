@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,11 +30,12 @@ from fbt_megatron.data.arrangement import shard_boundaries, shuffled, validation
 from fbt_megatron.data.build import BuildSettings, build_dataset
 from fbt_megatron.data.build_folder import BUILD_FILE
 from fbt_megatron.data.chunks import TokenizerSpec
-from fbt_megatron.data.format import decode_index, read_dataset
+from fbt_megatron.data.format import dataset_from_json, decode_index
 from fbt_megatron.data.pool import run_tasks
 from fbt_megatron.data.progress import Progress, format_count
 from fbt_megatron.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from fbt_megatron.errors import DataError
+from tools import build_shards
 
 ROOT = Path(__file__).parents[2]
 BYTES = TokenizerSpec("bytes")
@@ -77,6 +79,11 @@ def read_with_tarfile(folder):
     return documents
 
 
+def described(folder):
+    """The description of a data set."""
+    return dataset_from_json((folder / "dataset.json").read_bytes(), str(folder))
+
+
 def stored_bytes(out):
     """Contents of everything that belongs to the two data sets."""
     return {
@@ -100,7 +107,7 @@ def test_every_document_is_stored_once_with_one_eos(corpus, tmp_path):
 def test_description_is_true(corpus, tmp_path):
     summary = build_dataset(settings(corpus, num_shards=3), tmp_path / "out")
     folder = tmp_path / "out/train"
-    info, documents = read_dataset(folder), read_with_tarfile(folder)
+    info, documents = described(folder), read_with_tarfile(folder)
     assert (info.dtype, info.vocab_size, info.eos_id, info.bos_id, info.add_bos) == ("uint16", 257, EOS, None, False)
     assert info.num_documents == len(documents) == summary.train.num_documents
     assert info.num_tokens == sum(len(ids) for _, _, ids in documents) == summary.train.num_tokens
@@ -118,13 +125,14 @@ def test_index_points_at_the_documents(corpus, tmp_path):
     build_dataset(settings(corpus, num_shards=2), tmp_path / "out")
     folder = tmp_path / "out/train"
     documents = iter(read_with_tarfile(folder))
-    for shard in read_dataset(folder).shards:
+    for shard in described(folder).shards:
         data = (folder / shard.name).read_bytes()
-        for offset, num_tokens in decode_index((folder / shard.index).read_bytes(), shard, shard.index):
+        for offset, num_tokens, checksum in decode_index((folder / shard.index).read_bytes(), shard, shard.index):
             key, _, ids = next(documents)
             with tarfile.open(fileobj=io.BytesIO(data[offset:])) as tar:
                 first = tar.next()
             assert (first.name, len(ids)) == (f"{key}.json", num_tokens)
+            assert zlib.crc32(np.array(ids, "<u2").tobytes()) == checksum
             assert data[offset + 257 : offset + 263] == b"ustar\x00"
 
 
@@ -159,7 +167,7 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
     spec = TokenizerSpec(str(tmp_path / "tokenizer.json"))
     build_dataset(settings(tmp_path / "text.txt", tokenizer=spec, validation_fraction=0), tmp_path / "out")
     assert [ids for _, _, ids in read_with_tarfile(tmp_path / "out/train")] == [[1, 65_535, 65_536, 0]]
-    assert read_dataset(tmp_path / "out/train").dtype == "uint32"
+    assert described(tmp_path / "out/train").dtype == "uint32"
 
 
 def test_tokenizer_beside_the_data_gives_the_same_ids(corpus, tmp_path):
@@ -167,7 +175,7 @@ def test_tokenizer_beside_the_data_gives_the_same_ids(corpus, tmp_path):
     (tmp_path / "t/tokenizer_config.json").unlink()
     spec = TokenizerSpec(str(tmp_path / "t"), eos_token="t")
     build_dataset(settings(corpus, tokenizer=spec), tmp_path / "out")
-    info = read_dataset(tmp_path / "out/train")
+    info = described(tmp_path / "out/train")
     copy = TokenizerSpec(str(tmp_path / "out/train" / info.tokenizer.file)).load()
     assert (copy.fingerprint, copy.eos_id) == (info.tokenizer.fingerprint, info.eos_id)
 
@@ -375,6 +383,16 @@ def test_stopped_build_goes_on_and_gives_the_same_bytes(corpus, tmp_path, monkey
     assert not (tmp_path / "out/.build").exists()
 
 
+def test_chunk_that_changed_on_disk_is_not_made_into_shards(corpus, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="No space left"):
+        patch.setattr(build, "write_shard", failing_after(build.write_shard, 0))
+        build_dataset(settings(corpus), tmp_path / "out")
+    (chunk,) = (tmp_path / "out/.build").glob("chunk-*.data")
+    chunk.write_bytes(chunk.read_bytes().replace(b"t\0e\0x\0t\0", b"t\0e\0s\0t\0", 1))
+    with pytest.raises(DataError, match=r"chunk-000000\.data: tokens have changed on disk .*--restart"):
+        build_dataset(settings(corpus), tmp_path / "out")
+
+
 def run_tool(*arguments):
     return subprocess.Popen(
         [sys.executable, str(ROOT / "tools/build_shards.py"), *map(str, arguments)],
@@ -458,6 +476,28 @@ def test_tool_prints_one_error_without_a_trace(tmp_path):
     assert (process.returncode, output) == (DataError.exit_status, "")
     assert errors.startswith("DataError: ")
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shards", "2", "--shard-tokens", "100"], "not allowed with argument"),
+        (["--eos-token", "</s>"], "--eos-token </s>: tokenizer bytes has tokens of its own"),
+        (["--bos-token", "<s>"], "--bos-token <s>: tokenizer bytes has tokens of its own"),
+        (["--bos"], "--bos: the tokenizer names no BOS token"),
+        (["--workers", "0"], "--workers 0: must be at least 1"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(corpus, tmp_path, capsys, options, message):
+    try:
+        status = build_shards.main([str(corpus), "--tokenizer", "bytes", "--out", str(tmp_path / "out"), *options])
+    except SystemExit as stop:  # how argparse refuses arguments
+        status = stop.code
+    captured = capsys.readouterr()
+    assert status != 0
+    assert message in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()
 
 
 # Workers.
@@ -550,7 +590,14 @@ def test_progress_lines_state_rate_and_time_left():
         progress.advance(300, 3000)
     line = stream.getvalue().splitlines()[0]
     # 400 of the 800 bytes that were left took 20 s, so the other 400 take 20 s.
-    assert line == "tokenize: 600B of 1kB, 4k tokens, 200 tokens/s, 20s, eta 20s"
+    assert line == "tokenize: 600B of 1.00kB, 4.00k tokens, 200 tokens/s, 20s, eta 20s"
+
+
+def test_bytes_of_a_progress_line_have_their_own_units():
+    stream = io.StringIO()
+    with Progress("write train", 2_500_000_000, 0, stream) as progress:
+        progress.advance(2_500_000_000, 1)
+    assert stream.getvalue().startswith("write train: 2.50GB of 2.50GB, 1 tokens, ")
 
 
 def test_progress_on_a_terminal_is_a_bar():
@@ -563,12 +610,13 @@ def test_progress_on_a_terminal_is_a_bar():
 
 
 def test_counts_are_short():
-    assert [format_count(value) for value in (0, 12.34, 999, 1500, 2.5e6, 3e9, 4e12)] == [
+    assert [format_count(value) for value in (0, 12.34, 999, 999.7, 1500, 2.5e6, 3e9, 4e12)] == [
         "0",
-        "12.3",
+        "12",
         "999",
-        "1.5k",
-        "2.5M",
-        "3G",
-        "4T",
+        "1.00k",
+        "1.50k",
+        "2.50M",
+        "3.00B",
+        "4.00T",
     ]

@@ -14,6 +14,7 @@ from fbt_megatron.data.format import (
     DatasetInfo,
     ShardInfo,
     TokenizerInfo,
+    check_tokens,
     dataset_from_json,
     dataset_to_json,
     decode_index,
@@ -21,9 +22,8 @@ from fbt_megatron.data.format import (
     decode_tokens,
     encode_index,
     encode_tokens,
-    read_dataset,
     token_dtype,
-    write_atomically,
+    tokens_checksum,
     write_dataset,
 )
 from fbt_megatron.errors import DataError
@@ -32,7 +32,7 @@ LARGE_VOCABULARY = 100_277
 
 
 def make_shard(**changes):
-    index = encode_index([0, 2048], [3, 4])
+    index = encode_index([0, 2048], [3, 4], [5, 6])
     shard = ShardInfo("shard-00000.tar", 4096, "0" * 64, 2, 7, "shard-00000.index", hashlib.sha256(index).hexdigest())
     return replace(shard, **changes)
 
@@ -110,17 +110,32 @@ def test_round_trip_of_any_ids(vocab_size, data):
     assert decode_tokens(stored, token_dtype(vocab_size), vocab_size, len(ids), "here").tolist() == ids
 
 
-def test_index_is_pairs_of_int64():
-    data = encode_index([0, 2**40], [3, 4])
-    assert data == b"".join(value.to_bytes(8, "little") for value in (0, 3, 2**40, 4))
+def test_index_is_three_int64_per_document():
+    data = encode_index([0, 2**40], [3, 4], np.array([5, 2**32 - 1], dtype=np.uint32))
+    assert data == b"".join(value.to_bytes(8, "little") for value in (0, 3, 5, 2**40, 4, 2**32 - 1))
 
 
 def test_index_is_checked():
-    data = encode_index([0, 2048], [3, 4])
-    assert decode_index(data, make_shard(), "here").tolist() == [[0, 3], [2048, 4]]
+    data = encode_index([0, 2048], [3, 4], [5, 6])
+    assert decode_index(data, make_shard(), "here").tolist() == [[0, 3, 5], [2048, 4, 6]]
     for damaged in (data[:-8], data[:-1] + b"\x01"):
         with pytest.raises(DataError, match=r"shard-00000\.index: does not match its checksum"):
             decode_index(damaged, make_shard(), "shard-00000.index")
+
+
+def test_the_checksum_of_tokens_is_crc_32():
+    assert tokens_checksum(b"123456789") == 0xCBF43926  # the check value that defines the polynomial and its bit order
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_every_flipped_bit_of_stored_tokens_is_noticed(data, draw):
+    checksum = tokens_checksum(data)
+    check_tokens(data, checksum, "here")
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    damaged = bytearray(data)
+    damaged[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(DataError, match="shard-3 key 7: the tokens do not match their checksum"):
+        check_tokens(bytes(damaged), checksum, "shard-3 key 7")
 
 
 def test_token_bytes_are_checked():
@@ -133,13 +148,9 @@ def test_token_bytes_are_checked():
 def test_dataset_round_trip(tmp_path):
     info = make_info(tokenizer=TokenizerInfo("huggingface", "../tokenizer/tokenizer.json", "a" * 64), bos_id=1)
     write_dataset(tmp_path, info)
-    assert read_dataset(tmp_path) == info
-    assert json.loads((tmp_path / DATASET_FILE).read_text())["format_version"] == 1
-
-
-def test_missing_dataset_is_a_clear_error(tmp_path):
-    with pytest.raises(DataError, match="build_shards"):
-        read_dataset(tmp_path)
+    text = (tmp_path / DATASET_FILE).read_text()
+    assert dataset_from_json(text, "here") == info
+    assert json.loads(text)["format_version"] == 2
 
 
 def _remove(document, key):
@@ -147,7 +158,7 @@ def _remove(document, key):
 
 
 DAMAGES = {
-    "version": (lambda document: document.update(format_version=2), "format_version is 2"),
+    "version": (lambda document: document.update(format_version=1), "format_version is 1, .* with --restart"),
     "missing key": (lambda document: _remove(document, "vocab_size"), "vocab_size is missing"),
     "missing key of a shard": (lambda document: _remove(document["shards"][0], "sha256"), r"shards\[0\]: sha256"),
     "wrong type": (lambda document: document.update(num_tokens="7"), "num_tokens='7' has the wrong type"),
@@ -178,16 +189,3 @@ def test_damaged_dataset_json_is_refused(damage):
 def test_no_json_object_is_refused(text):
     with pytest.raises(DataError, match=r"x/dataset\.json"):
         dataset_from_json(text, "x/dataset.json")
-
-
-def test_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def full_disk(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"

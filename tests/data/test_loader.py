@@ -5,19 +5,24 @@ Each document is `S` copies of its own id and its end, so a token tells its docu
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import signal
 import time
 from collections import Counter
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 
 from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.config.validation import config_problems
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.loader import TrainLoader, build_train_loader, build_validation_loader
 from fbt_megatron.data.loader_state import merge_loader_states
@@ -141,7 +146,7 @@ def test_the_order_does_not_depend_on_ranks_or_readers(tmp_path: Path) -> None:
     assert len(expected) == 12 * 16
     for dp_size in (2, 4):
         assert read_rows(base, 12, dp_size) == expected
-    for workers in (1, 2, 3):
+    for workers in (1, 2, 4):
         config = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16, workers=workers)
         assert read_rows(config, 12) == expected
     assert read_rows(run_config(folder, streams=8, micro_batch_size=1, global_batch_size=8), 24) == expected
@@ -153,20 +158,26 @@ def test_seeds(uneven: Path) -> None:
     assert rows[0] != rows[2]
 
 
-@pytest.mark.parametrize(("before", "after", "workers"), [(1, 1, 0), (2, 4, 0), (4, 1, 2), (1, 2, 2)])
-def test_resume_is_exact_with_other_ranks_and_readers(tmp_path: Path, before: int, after: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "readers"), [(1, 1, (0, 0)), (2, 4, (0, 0)), (4, 1, (1, 2)), (1, 2, (4, 2))]
+)
+def test_resume_is_exact_with_other_ranks_and_readers(
+    tmp_path: Path, before: int, after: int, readers: tuple[int, int]
+) -> None:
     texts = [[n] * (3 + 7 * n % 23) + [EOS] for n in range(50)]
     folder = write_dataset(tmp_path, [texts[:20], texts[20:27], texts[27:]])
     whole = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16)
     expected = read_rows(whole, 20)
-    config = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16, workers=workers)
-    first = [build_train_loader(config, dp_rank=rank, dp_size=before) for rank in range(before)]
+    old, new = (
+        run_config(folder, streams=8, micro_batch_size=2, global_batch_size=16, workers=workers) for workers in readers
+    )
+    first = [build_train_loader(old, dp_rank=rank, dp_size=before) for rank in range(before)]
     rows: dict[int, list[int]] = {}
     for loader in first:
         rows |= rows_by_number(read_steps(loader, 11))
     state = json.loads(json.dumps(merge_loader_states([loader.state_dict() for loader in first])))
     for rank in range(after):
-        loader = build_train_loader(config, dp_rank=rank, dp_size=after, state=state)
+        loader = build_train_loader(new, dp_rank=rank, dp_size=after, state=state)
         rows |= rows_by_number(read_steps(loader, 9))
         loader.close()
     for loader in first:
@@ -200,6 +211,19 @@ def test_the_state_is_that_of_the_batches_handed_out(uneven: Path) -> None:
         loader.close()
     assert states[0] == states[1]
     assert states[0]["cycle"] == 1
+
+
+def test_epochs_are_counted_by_the_stream_that_is_furthest(tmp_path: Path) -> None:
+    """Documents of one row each: 3 in the first stream's part, 4 in the second's."""
+    config = run_config(write_dataset(tmp_path, numbered_documents((7,))), streams=2, global_batch_size=2)
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    seen = []
+    for _ in range(7):
+        seen.append(loader.epoch)
+        loader.next_step()
+    assert seen == [0, 0, 0, 1, 1, 1, 2]
+    later = build_train_loader(config, dp_rank=0, dp_size=1, state=loader.state_dict())
+    assert later.epoch == loader.epoch == 2
 
 
 def test_closing_and_going_on_loses_nothing(uneven: Path) -> None:
@@ -245,6 +269,48 @@ def test_an_error_of_a_reader_is_the_error_of_the_loader(tmp_path: Path, workers
     loader.close()
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_changed_tokens_are_never_trained_on(tmp_path: Path, workers: int) -> None:
+    folder = write_dataset(tmp_path, numbered_documents((16,)))
+    flip_bit(folder / "shard-00000.tar", bytes([11, 0] * (SEQ_LENGTH - 1)))
+    loader = build_train_loader(run_config(folder, workers=workers), dp_rank=0, dp_size=1)
+    trained = []
+    with pytest.raises(DataError, match=r"shard-00000\.tar: sample 0-11: the tokens do not match their checksum"):
+        for _ in range(5):
+            trained += [batch.tokens for batch in loader.next_step()]
+    assert all(token in {*range(16), EOS} - {11} for tokens in trained for token in tokens.unique().tolist())
+    with pytest.raises(DataError, match="sample 0-11"):  # another try is no way around it
+        read_steps(loader, 5)
+    loader.close()
+
+
+def flip_bit(path: Path, tokens: bytes) -> None:
+    """Change the lowest bit in the middle of a document that is stored as `tokens`; the id stays a valid one."""
+    content = bytearray(path.read_bytes())
+    assert content.count(tokens) == 1
+    content[content.index(tokens) + len(tokens) // 4 * 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_disk_that_fails_later_is_an_error_of_the_data(
+    uneven: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    loader = build_train_loader(run_config(uneven, workers=workers), dp_rank=0, dp_size=1)
+    reads = iter(range(20))
+    original = LocalFileOpener.read
+
+    def failing(file: LocalFileOpener, *arguments: int) -> bytes:
+        if next(reads, None) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return bytes(original(file, *arguments))
+
+    monkeypatch.setattr(LocalFileOpener, "read", failing, raising=False)
+    with pytest.raises(DataError, match=r"^/.*shard-0000\d\.tar: cannot be read \(OSError: .*Input/output error"):
+        read_steps(loader, 50)
+    loader.close()
+
+
 def signals(process: int, kind: str) -> set[int]:
     """Signals that a process catches (`SigCgt`) or ignores (`SigIgn`)."""
     status = Path(f"/proc/{process}/status").read_text().splitlines()
@@ -277,17 +343,74 @@ def test_readers_end_with_the_loader_and_outlive_signals_to_the_group(uneven: Pa
         signal.signal(signal.SIGTERM, previous)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the list of child processes of Linux")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_reader_is_an_error_of_the_data(tmp_path: Path, workers: int) -> None:
+    """Its pipe is full of messages larger than the pipe, so that it dies in the middle of one."""
+    length = 40_000
+    folder = write_dataset(tmp_path, numbered_documents((16,), length=length))
+    config = run_config(folder, seq_length=length, workers=workers)
+    before = child_processes()
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    loader.next_step()
+    state = loader.state_dict()
+    time.sleep(0.2)
+    readers = child_processes() - before
+    victim = min(readers)
+    os.kill(victim, signal.SIGKILL)
+    time.sleep(0.2)  # nothing happens until data is wanted: ranks can only agree on an error there
+    message = rf"data\.workers={workers}: reader process \d \(pid {victim}\) was killed by SIGKILL, .*memory"
+    with pytest.raises(DataError, match=message):
+        loader.next_step()
+    assert loader.state_dict() == state
+    assert not child_processes() & readers
+    loader.next_step()  # a later try has new readers
+    loader.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes as Linux lists them")
+def test_readers_end_with_a_trainer_that_is_killed(uneven: Path) -> None:
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    trainer = multiprocessing.get_context("fork").Process(target=train_until_killed, args=(uneven, sending))
+    trainer.start()
+    readers = receiving.recv()
+    assert len(readers) == 2
+    assert all(Path(f"/proc/{reader}").exists() for reader in readers)
+    trainer.kill()
+    trainer.join()
+    deadline = time.monotonic() + 10
+    while any(is_running(reader) for reader in readers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(is_running(reader) for reader in readers)
+
+
+def train_until_killed(folder: Path, sending: Connection) -> None:
+    loader = build_train_loader(run_config(folder, workers=2), dp_rank=0, dp_size=1)
+    loader.next_step()
+    sending.send(child_processes())
+    time.sleep(60)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and not only a record of its exit."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_readers_fetch_over_http(uneven: Path) -> None:
     with serve(uneven) as server:
         rows = read_rows(run_config(server.url, workers=2), 6)
     assert rows == read_rows(run_config(uneven), 6)
 
 
-def test_fewer_readers_are_used_where_groups_do_not_divide(uneven: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_readers_that_do_not_share_the_groups_evenly_are_refused(uneven: Path) -> None:
+    """By the configuration's rules in the user's words; a program that goes around them gets no other order."""
     config = run_config(uneven, streams=6, global_batch_size=6, workers=4)
-    rows = read_rows(config, 3)
-    assert "data.workers=4: using 3" in caplog.text
-    assert rows == read_rows(run_config(uneven, streams=6, global_batch_size=6), 3)
+    assert any("data.workers=4: must divide" in problem for problem in config_problems(config))
+    with pytest.raises(AssertionError):
+        build_train_loader(config, dp_rank=0, dp_size=1)
 
 
 def test_training_data_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import random
 import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import BinaryIO, cast
 
 import pytest
 
 from fbt_megatron.data import dataset as dataset_module
+from fbt_megatron.data import storage
 from fbt_megatron.data.dataset import DocumentDataset, open_dataset
 from fbt_megatron.data.order import Span
 from fbt_megatron.errors import DataError
@@ -148,6 +155,50 @@ def test_an_unknown_scheme_is_named() -> None:
         open_ids("nosuch://x")
 
 
+def compressed(path: Path) -> bytes:
+    """A tar of noise, which does not compress, so that its middle is the middle of the samples."""
+    noise = random.Random(1)
+    with tarfile.open(path, "w:gz") as tar:
+        for number in range(8):
+            header = tarfile.TarInfo(f"{number}.tokens")
+            header.size = 60_000
+            tar.addfile(header, io.BytesIO(noise.randbytes(header.size)))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut short", "changed"])
+def test_a_compressed_tar_that_breaks_later_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.tar.gz"
+    content = compressed(path)
+    dataset = open_ids(str(path))
+    middle = len(content) // 2
+    path.write_bytes(
+        content[:middle] if damage == "cut short" else content[:middle] + bytes(64) + content[middle + 64 :]
+    )
+    with pytest.raises(DataError, match=r"a\.tar\.gz: "):
+        read_all(dataset)
+
+
+def test_a_read_that_fails_in_the_middle_names_the_shard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_ids(str(folder))
+    original = storage.open_at
+
+    def break_off(location: str, offset: int) -> BinaryIO:
+        stream = original(location, offset)
+        reads = iter([stream.read(2048)])
+
+        def read(size: int = -1) -> bytes:
+            for data in reads:
+                return data
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        return cast(BinaryIO, SimpleNamespace(read=read, close=stream.close))
+
+    monkeypatch.setattr(storage, "open_at", break_off)
+    with pytest.raises(DataError, match=r"shard-00000\.tar: cannot be read \(OSError: \[Errno 5\] Input/output error"):
+        read(dataset, 0, 0, 3)
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -162,9 +213,21 @@ def spoil(path: Path) -> None:
     path.write_bytes(content)
 
 
+def spoil_tokens(path: Path) -> None:
+    """Flip one bit in the middle of the tokens of document [4, 5, 6, 256]: 5 becomes 7."""
+    content = bytearray(path.read_bytes())
+    content[content.index(pack_ids([4, 5, 6, 256], "uint16")) + 2] ^= 2
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
+        (
+            "shard-00000.tar",
+            spoil_tokens,
+            r"shard-00000\.tar: sample 0-2: the tokens do not match their checksum.*again",
+        ),
         ("shard-00000.tar", truncate, r"shard-00000\.tar: has 5120 bytes, but dataset\.json asks for 10240"),
         ("shard-00001.tar", remove_data, r"shard-00001\.tar: not found"),
         ("shard-00002.index", remove_data, r"shard-00002\.index: not found"),

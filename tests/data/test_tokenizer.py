@@ -157,6 +157,19 @@ def test_file_that_is_no_tokenizer_is_a_clear_error(tmp_path, content):
         load_tokenizer(str(path))
 
 
+@pytest.mark.parametrize("option", ["eos_token", "bos_token"])
+def test_tokens_named_for_bytes_are_refused(option):
+    with pytest.raises(DataError, match=rf"--{option.replace('_', '-')} <x>: tokenizer bytes has tokens of its own"):
+        load_tokenizer("bytes", **{option: "<x>"})
+
+
+@pytest.mark.parametrize("option", ["eos_token", "bos_token"])
+def test_an_empty_name_is_no_token_and_not_left_out(tmp_path, option):
+    save(byte_level_bpe(), tmp_path)
+    with pytest.raises(DataError, match=f"'' is not in the vocabulary.*--{option.replace('_', '-')}"):
+        load_tokenizer(str(tmp_path), **{option: ""})
+
+
 def test_missing_tokenizer_is_a_clear_error(tmp_path):
     with pytest.raises(DataError, match="bytes"):
         load_tokenizer(str(tmp_path / "nowhere"))

@@ -27,14 +27,21 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: object) ->
 def install_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "apex")
     install(monkeypatch, "apex.normalization", FusedRMSNorm=torch.nn.RMSNorm)
-    install(monkeypatch, "amp_C")
+    install(monkeypatch, "apex.multi_tensor_apply", multi_tensor_applier=None)
+    install(monkeypatch, "amp_C", multi_tensor_adam=None)
+
+
+def install_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "transformer_engine")
+    install(monkeypatch, "transformer_engine.pytorch", RMSNorm=torch.nn.RMSNorm)
+    parts = {"multi_tensor_applier": None, "multi_tensor_adam": None}
+    install(monkeypatch, "transformer_engine.pytorch.optimizers", **parts)
 
 
 def test_cpu_uses_pytorch() -> None:
-    assert select_kernels("auto", device=CPU) == select_kernels("torch", device=CPU) == Kernels("torch", "sdpa")
-    assert select_kernels("auto", device=CPU).describe() == (
-        "kernels: norm PyTorch, attention scaled_dot_product_attention"
-    )
+    expected = Kernels("torch", "sdpa", "torch")
+    assert select_kernels("auto", device=CPU) == select_kernels("torch", device=CPU) == expected
+    assert expected.describe() == "kernels: norm PyTorch, attention scaled_dot_product_attention, Adam PyTorch"
     with pytest.raises(ConfigError, match=r"kernels=apex: NVIDIA Apex .* needs a GPU"):
         select_kernels("apex", device=CPU)
 
@@ -45,16 +52,32 @@ def test_asking_for_a_missing_library(requested: str, monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"kernels={requested}: .* is not installed. Build it from source"):
         select_kernels(requested, device=GPU)
-    assert select_kernels("auto", device=GPU) == Kernels("torch", "flex")
+    without = Kernels("torch", "flex", "torch_fused")
+    assert select_kernels("auto", device=GPU) == select_kernels("torch", device=GPU) == without
+    assert without.describe() == "kernels: norm PyTorch, attention flex_attention, Adam PyTorch (fused)"
 
 
 def test_installed_libraries_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("apex", "transformer_engine"):
+        monkeypatch.setitem(sys.modules, name, None)
     install_apex(monkeypatch)
-    assert select_kernels("auto", device=GPU).norm == select_kernels("apex", device=GPU).norm == "apex"
-    assert select_kernels("torch", device=GPU).norm == "torch"
-    install(monkeypatch, "transformer_engine")
-    install(monkeypatch, "transformer_engine.pytorch", RMSNorm=torch.nn.RMSNorm)
-    assert select_kernels("auto", device=GPU).norm == select_kernels("te", device=GPU).norm == "te"
+    apex = Kernels("apex", "flex", "apex")
+    assert select_kernels("auto", device=GPU) == select_kernels("apex", device=GPU) == apex
+    assert select_kernels("torch", device=GPU) == Kernels("torch", "flex", "torch_fused")
+    install_te(monkeypatch)
+    te = Kernels("te", "flex", "te")
+    assert select_kernels("auto", device=GPU) == select_kernels("te", device=GPU) == te
+    assert select_kernels("apex", device=GPU) == apex
+    assert te.describe() == "kernels: norm Transformer Engine, attention flex_attention, Adam Transformer Engine"
+
+
+def test_a_library_without_fused_adam_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_apex(monkeypatch)
+    install_te(monkeypatch)
+    assert fused_libraries() == {"apex", "te"}
+    install(monkeypatch, "amp_C")
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
+    assert fused_libraries() == frozenset()
 
 
 def test_the_unrelated_apex_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

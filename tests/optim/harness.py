@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fbt_megatron.config.schema import OptimizerConfig
+from fbt_megatron.optim.adam import AdamUpdate, adam_update
 from fbt_megatron.optim.optimizer import NorMuonAdam, StepSettings
 from fbt_megatron.parallel.logical_tensor import Fragment, ParameterLayout
 from tests.optim import world
@@ -40,6 +41,7 @@ class Rank:
         dp_rank: int,
         bounds: tuple[list[int], list[int]] | None,
         group: dist.ProcessGroup | None,
+        adam: AdamUpdate = adam_update,
     ) -> None:
         self.groups = [
             [layout for layout in layouts.values() if world.is_matrix(layout)],
@@ -47,7 +49,7 @@ class Rank:
         ]
         self.ends = None if bounds is None else [(b[dp_rank], b[dp_rank + 1]) for b in bounds]
         params = [[Parameter(world.store(layout, weights)) for layout in members] for members in self.groups]
-        self.optimizer = NorMuonAdam(*params, config)
+        self.optimizer = NorMuonAdam(*params, config, adam=adam)
         if self.ends is not None:
             for index, group_options in enumerate(self.optimizer.param_groups):
                 group_options["params"] = [Parameter(self.partition(index, weights))]

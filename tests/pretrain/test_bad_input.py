@@ -38,6 +38,7 @@ def _refused(outcome: Outcome, status: int, *messages: str) -> None:
         (["parallel.tensor=2"], ["parallel.tensor=2"]),
         (["parallel.pipeline=2"], ["parallel.pipeline=2"]),
         (["parallel.recompute=full"], ["parallel.recompute=full"]),
+        (["checkpoint.async=true"], ["checkpoint.async=true"]),
         (["feedback.schedule=[{until: 0.5, mix: {1: 1.0}}]"], ["feedback.schedule"]),
         (["train.steps=0", "model.head_dim=7"], ["2 problems", "train.steps=0", "model.head_dim=7"]),
     ],

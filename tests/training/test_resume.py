@@ -1,0 +1,192 @@
+"""Where a run starts from, and which changes of its configuration it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fbt_megatron.checkpoint.manager import CheckpointManager
+from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.config.loader import config_to_dict, load_config
+from fbt_megatron.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    FeedbackConfig,
+    LoggingConfig,
+    ParallelConfig,
+    ResilienceConfig,
+    RunConfig,
+    SchedulePhase,
+    TrainConfig,
+)
+from fbt_megatron.errors import CheckpointError, ConfigError
+from fbt_megatron.training.resume import check_same_run, find_start
+from fbt_megatron.training.run_dir import RunDirError, hold_run_dir, write_config
+
+CONFIG = RunConfig(
+    feedback=FeedbackConfig(schedule=(SchedulePhase(0.5, {1: 1.0}), SchedulePhase(1.0, {2: 0.5, 10: 0.5}))),
+    data=DataConfig(train="data", validation="validation"),
+)
+
+
+def manifest_of(config: RunConfig) -> Manifest:
+    """The manifest of a checkpoint of step 3, after its way through the disk."""
+    return Manifest(3, {}, json.loads(json.dumps(config_to_dict(config))), {}, {})
+
+
+def test_the_same_configuration_may_go_on() -> None:
+    check_same_run(CONFIG, manifest_of(CONFIG), allowed=[])
+
+
+def test_free_keys_may_change() -> None:
+    changed = replace(
+        CONFIG,
+        model=replace(CONFIG.model, kernels="torch"),
+        parallel=ParallelConfig(tensor=2, pipeline=2, sequence=True, zero_stage=0, recompute="full"),
+        data=replace(CONFIG.data, workers=3, validation="elsewhere"),
+        train=replace(CONFIG.train, micro_batch_size=1, run_dir="other", stop_step=7),
+        checkpoint=CheckpointConfig(every=5, keep=1, keep_every=10, load="other"),
+        evaluation=EvaluationConfig(every=5, batches=1, extra_passes=3),
+        logging=LoggingConfig(console_every=1, tensorboard=False),
+        resilience=ResilienceConfig(max_consecutive_skips=1),
+    )
+    check_same_run(changed, manifest_of(CONFIG), allowed=[])
+
+
+CHANGED = replace(
+    CONFIG,
+    model=replace(CONFIG.model, num_layers=5),
+    optimizer=replace(CONFIG.optimizer, adam=replace(CONFIG.optimizer.adam, betas=(0.8, 0.95))),
+    feedback=replace(CONFIG.feedback, schedule=CONFIG.feedback.schedule[1:]),
+    parallel=replace(CONFIG.parallel, precision="fp32", tensor=2),
+    train=replace(CONFIG.train, seed=9),
+)
+REFUSED = ["feedback.schedule", "model.num_layers", "optimizer.adam.betas", "parallel.precision", "train.seed"]
+
+
+def test_refused_keys_are_listed_together() -> None:
+    with pytest.raises(ConfigError, match="against the checkpoint of step 3") as caught:
+        check_same_run(CHANGED, manifest_of(CONFIG), allowed=[])
+    problems = caught.value.problems
+    assert [problem.split("=")[0] for problem in problems] == REFUSED
+    for problem, values in zip(
+        problems[1:], [("5", "4"), ("[0.8, 0.95]", "[0.9, 0.95]"), ("fp32", "bf16")], strict=False
+    ):
+        assert f"={values[0]}: the checkpoint was made with {values[1]}" in problem
+    assert all(f"--allow-config-change {key}" in problem for key, problem in zip(REFUSED, problems, strict=True))
+
+
+def test_allowed_keys() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(CHANGED, manifest_of(CONFIG), allowed=["train.seed", "model.num_layers"])
+    assert [problem.split("=")[0] for problem in caught.value.problems] == [REFUSED[0], *REFUSED[2:4]]
+    check_same_run(CHANGED, manifest_of(CONFIG), allowed=REFUSED)
+
+
+def test_keys_that_one_version_does_not_have() -> None:
+    """A key of another version counts as changed, unless its value there is null."""
+    manifest = manifest_of(CONFIG)
+    manifest.config["loss"] |= {"label_smoothing": 0.1, "other": None}
+    del manifest.config["model"]["sliding_window"]  # null by default
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(CONFIG, manifest, allowed=[])
+    assert [problem.split("=")[0] for problem in caught.value.problems] == ["loss.label_smoothing"]
+
+
+class Starts:
+    """A run directory, and others with checkpoints to load."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def save(self, name: str, *steps: int) -> Path:
+        for step in steps:
+            self._manager(name).save(Manifest(step, {"from": name}, {}, {}, {}), {})
+        return self.root / name
+
+    def find(self, load: Path | str | None) -> tuple[str, int] | None:
+        """Name of the run and step that a run `own` starts from."""
+        config = replace(CONFIG, checkpoint=CheckpointConfig(load=None if load is None else str(load)))
+        start = find_start(config, self._manager("own"))
+        return None if start is None else (start[1].state["from"], start[1].step)
+
+    def _manager(self, name: str) -> CheckpointManager:
+        manager = CheckpointManager(self.root / name / "checkpoints", config=CheckpointConfig(), log=lambda text: None)
+        manager.prepare()
+        return manager
+
+
+@pytest.fixture
+def starts(topology, tmp_path: Path) -> Starts:
+    return Starts(tmp_path)
+
+
+def test_a_new_run(starts: Starts) -> None:
+    assert starts.find(None) is None
+
+
+def test_the_three_ways_to_name_a_checkpoint(starts: Starts) -> None:
+    other = starts.save("other", 10, 20)
+    assert starts.find(other) == ("other", 20)
+    assert starts.find(other / "checkpoints") == ("other", 20)
+    assert starts.find(other / "checkpoints" / "step_00000010") == ("other", 10)
+
+
+def test_own_checkpoints_win(starts: Starts) -> None:
+    other = starts.save("other", 10, 20)
+    starts.save("own", 5)
+    assert starts.find(other) == ("own", 5)
+    assert starts.find("nowhere") == ("own", 5)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_nothing_to_load(starts: Starts, name: str) -> None:
+    (starts.root / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=f"{name}: there is no checkpoint"):
+        starts.find(starts.root / name)
+
+
+def test_a_damaged_step_that_was_named_is_not_replaced_by_another(starts: Starts) -> None:
+    step = starts.save("other", 10, 20) / "checkpoints" / "step_00000020"
+    (step / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"step_00000020 cannot be loaded: \.metadata"):
+        starts.find(step)
+    assert starts.find(starts.root / "other") == ("other", 10)
+
+
+def test_own_checkpoints_that_are_all_damaged_are_an_error(starts: Starts) -> None:
+    """The run must not quietly start again from another one's."""
+    (starts.save("own", 5) / "checkpoints" / "step_00000005" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"step_00000005: \.metadata"):
+        starts.find(starts.save("other", 10))
+
+
+def test_a_run_directory_is_held_by_one_run(topology, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    with hold_run_dir(folder), pytest.raises(RunDirError, match="another run is writing there"), hold_run_dir(folder):
+        pass
+    with hold_run_dir(folder), (folder / ".lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with hold_run_dir(folder):
+        pass
+
+
+def test_a_run_directory_that_cannot_be_made(topology, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match=r"train\.run_dir=.*cannot be written \(Not a directory\)") as caught:
+        hold_run_dir(tmp_path / "file" / "run").__enter__()
+    assert caught.value.exit_status == 2
+
+
+def test_the_written_configuration_is_the_run_s(tmp_path: Path) -> None:
+    config = replace(CONFIG, train=TrainConfig(run_dir=str(tmp_path)))
+    write_config(config)
+    assert load_config(tmp_path / "config.yaml") == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    with pytest.raises(RunDirError, match="No such file"):
+        write_config(replace(config, train=TrainConfig(run_dir=str(tmp_path / "none"))))
