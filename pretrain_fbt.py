@@ -68,12 +68,10 @@ def pretrain(config: RunConfig, allowed_changes: list[str]) -> int:
 
     with StopSignal() as stop:
         init_distributed()
-        try:
-            topology = build_topology(config.parallel)
-            with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
-                signal_number = trainer.train(stop)
-        finally:
-            shutdown_distributed()
+        topology = build_topology(config.parallel)
+        with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
+            signal_number = trainer.train(stop)
+        shutdown_distributed()  # not after an error: a peer may still be inside a collective, and closing would wait
     return 128 + signal_number if signal_number else 0
 
 

@@ -34,6 +34,12 @@ class TopologyError(FBTError):
     exit_status = 2
 
 
+class RunDirError(FBTError):
+    """The run directory, or something in it, cannot be written."""
+
+    exit_status = 2
+
+
 class DataError(FBTError):
     """A data set is missing, damaged, or does not fit the model."""
 

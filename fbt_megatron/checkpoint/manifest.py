@@ -28,12 +28,12 @@ class FileRecord:
 class Manifest:
     """Everything of a checkpoint that is not a tensor.
 
-    `state` is the trainer's (counters, data cursors); `config` the resolved configuration of the run that wrote it.
+    `state` is the trainer's (counters, data cursors); `config` the resolved configuration, as the text of its file.
     """
 
     step: int
     state: dict[str, Any]
-    config: dict[str, Any]
+    config: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
 

@@ -20,6 +20,7 @@ from fbt_megatron.config.typed_values import (
 from fbt_megatron.config.validation import config_problems
 from fbt_megatron.config.yaml_text import dump_yaml, parse_yaml
 from fbt_megatron.errors import ConfigError
+from fbt_megatron.files import write_durably
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -29,23 +30,31 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises `ConfigError` with every problem found: a file that cannot be read or parsed, unknown or repeated keys, wrong
     types, values outside their range, rules between sections.
     """
-    values, problems = parse_yaml(_read_text(Path(path)))
+    return parse_config(_read_text(Path(path)), source=str(path), overrides=overrides)
+
+
+def parse_config(text: str, *, source: str, overrides: list[str] | None = None, check_rules: bool = True) -> RunConfig:
+    """`load_config` of the text of a file; `source` names it in errors.
+
+    Without `check_rules` only keys and types count: for the configuration of a run that another version began.
+    """
+    values, problems = parse_yaml(text)
     if values is None and problems:
-        raise ConfigError(str(path), problems)
+        raise ConfigError(source, problems)
     if not isinstance(values, dict | None):
-        raise ConfigError(str(path), ["the file must hold sections (`model:`, `train:`, ...), each with its keys."])
+        raise ConfigError(source, ["the file must hold sections (`model:`, `train:`, ...), each with its keys."])
     values = dict(values or {})
     for override in overrides or []:
         problems += _apply_override(values, override)
-    config = _build(values, problems)
+    config = _build(values, problems, check_rules=check_rules)
     if problems:
-        raise ConfigError(f"{path} with overrides" if overrides else str(path), problems)
+        raise ConfigError(f"{source} with overrides" if overrides else source, problems)
     return config
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved configuration; `load_config` of the file gives an equal one. Raises `OSError`."""
-    Path(path).write_text(format_config(config), encoding="utf-8")
+    write_durably(Path(path), format_config(config))
 
 
 def format_config(config: RunConfig) -> str:
@@ -108,7 +117,7 @@ def _apply_override(values: dict[str, Any], override: str) -> list[str]:
     return []
 
 
-def _build(values: dict[str, Any], problems: list[str]) -> RunConfig:
+def _build(values: dict[str, Any], problems: list[str], *, check_rules: bool) -> RunConfig:
     """A `RunConfig` from the values of the file; problems of types, keys and rules are appended to `problems`."""
     hints = field_types(RunConfig)
     known = list(known_keys(RunConfig))
@@ -119,7 +128,8 @@ def _build(values: dict[str, Any], problems: list[str]) -> RunConfig:
         written = {} if values.get(name) is None else values[name]  # null: all its keys are commented out
         sections[name] = read_section(section, written, key=name, reading=reading)
     config = RunConfig(**sections)
-    problems += config_problems(config, unread=frozenset(reading.unread))
+    if check_rules:
+        problems += config_problems(config, unread=frozenset(reading.unread))
     return config
 
 

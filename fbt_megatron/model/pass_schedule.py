@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 
 from fbt_megatron.config.schema import FeedbackConfig
 
@@ -63,6 +63,10 @@ class PassSchedule:
                 return self._plans[phase.num_passes(step)]
         raise ValueError(f"step {step} is outside the run: steps are counted from 1 to {self._phases[-1].last}")
 
+    def passes_after(self, step: int) -> int:
+        """Number of passes that all steps after `step` run together."""
+        return sum(phase.passes_after(step) for phase in self._phases)
+
     def counts(self) -> list[dict[int, int]]:
         """For each phase, the number of steps at each number of passes of its mix, in rising order of passes."""
         return [phase.counts() for phase in self._phases]
@@ -98,6 +102,21 @@ class _Phase:
             return dict.fromkeys(self.mix, self.last - self.first + 1)
         found = Counter(self._order)
         return {num_passes: found[num_passes] for num_passes in self.mix}
+
+    def passes_after(self, step: int) -> int:
+        done = min(max(step - self.first + 1, 0), self.last - self.first + 1)
+        if len(self.mix) == 1:
+            return next(iter(self.mix)) * (self.last - self.first + 1 - done)
+        return self._total - (self._sums[done - 1] if done else 0)
+
+    @cached_property
+    def _sums(self) -> array[int]:
+        """Passes of the first n steps, for n = 1, 2, ..."""
+        return array("Q", accumulate(self._order))
+
+    @property
+    def _total(self) -> int:
+        return self._sums[-1]
 
     @cached_property
     def _order(self) -> array[int]:

@@ -10,8 +10,11 @@ from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.loader import TrainLoader, ValidationLoader, build_train_loader, build_validation_loader
+from fbt_megatron.errors import TopologyError
 from fbt_megatron.model.builder import build_model
+from fbt_megatron.model.kernels import Kernels
 from fbt_megatron.model.layout import parameter_layouts
+from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.optim.param_groups import ADAM, NORMUON, format_groups, list_groups
 from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects
 from fbt_megatron.parallel.logical_tensor import ParameterLayout
@@ -22,7 +25,7 @@ from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
 from fbt_megatron.training.resume import check_same_run, find_start
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
-from fbt_megatron.training.train_state import Counters, load_tensors
+from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
 from fbt_megatron.training.trainer import RunParts, Trainer
 
 
@@ -34,21 +37,23 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
     """
     folder = Path(config.train.run_dir)
     with hold_run_dir(folder), Console(enabled=topology.rank == 0) as console:
-        console.open_log(folder / LOG_NAME)
+        agree_on_rank_zero(lambda: console.open_log(folder / LOG_NAME))
         checkpoints = CheckpointManager(folder / CHECKPOINTS_NAME, config=config.checkpoint, log=console.line)
         checkpoints.prepare()
         start = find_start(config, checkpoints)
         if start is not None:
             check_same_run(config, start[1], allowed=allowed_changes)
-        agree_on_rank_zero(lambda: write_config(config))
         loader, validation = _open_data(config, topology, None if start is None else start[1])
         model = build_model(config, topology)
+        _check_same_kernels(model.kernels)
         console.line(model.kernels.describe())
         layouts = parameter_layouts(model, config, topology)
         engine = build_engine(model, layouts, config, topology)
         _list_optimizer_groups(layouts, config, topology, console)
         counters = _restore(start, engine, console)
         console.line(_describe(config, topology, counters))
+        agree_on_rank_zero(lambda: write_config(config))
+        schedule = build_pass_schedule(config.feedback, steps=config.train.steps, seed=config.train.seed)
         metrics = MetricsLogger(
             folder,
             console=console,
@@ -56,13 +61,15 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             resume_step=counters.step,
             console_every=config.logging.console_every,
             tensorboard=config.logging.tensorboard,
+            passes_after=schedule.passes_after,
         )
+        agree_on_rank_zero(metrics.open)
         try:
-            parts = RunParts(model, engine, loader, validation, checkpoints, metrics, console)
+            parts = RunParts(model, engine, loader, validation, checkpoints, metrics, console, schedule)
             yield Trainer(config, topology, parts, counters)
         finally:
-            metrics.close()
             loader.close()
+            metrics.close()
 
 
 def _open_data(
@@ -81,7 +88,23 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: 
     load_tensors(path, engine)
     engine.optimizer.load_counters(manifest.state["optimizer"])
     console.line(f"resumed from {path}")
+    for name, version in software_versions().items():
+        if manifest.versions.get(name) != version:
+            console.line(
+                f"note: {name} is {version} now; the checkpoint was written with {manifest.versions.get(name)}"
+            )
     return Counters(**manifest.state["counters"])
+
+
+def _check_same_kernels(kernels: Kernels) -> None:
+    """Ranks that compute with different libraries would drift apart; raises TopologyError on all of them."""
+    found = gather_objects(kernels)
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        raise TopologyError(
+            f"model.kernels: rank 0 would use {found[0].describe()}, rank {other} {found[other].describe()}. "
+            "Install the same libraries on all nodes, or name one that all have."
+        )
 
 
 def _list_optimizer_groups(

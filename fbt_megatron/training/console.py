@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from tqdm import tqdm
 
+from fbt_megatron.errors import RunDirError
+from fbt_megatron.training.run_dir import writing
+
 
 class Console:
-    """Lines and progress of rank 0; on other ranks nothing is printed."""
+    """Lines and progress of rank 0; on other ranks nothing is printed.
+
+    Writing never raises: rank 0 alone would end, and leave the others waiting. The first failure is kept in `failure`,
+    for the trainer to stop all ranks together.
+    """
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
+        self.failure: RunDirError | None = None
         self._log: IO[str] | None = None
+        self._log_path = Path()
         self._bar: tqdm | None = None
 
     def open_log(self, path: Path) -> None:
-        """Append every further line to `path` as well, with the time of day."""
+        """Append every further line to `path` as well, with the time of day; raises RunDirError."""
         if self.enabled:
-            self._log = path.open("a", buffering=1)
+            self._log_path = path
+            with writing(path):
+                self._log = path.open("a", buffering=1)
+
+    @contextmanager
+    def noting_failures(self, path: Path) -> Iterator[None]:
+        """Keep what goes wrong while `path` is written."""
+        try:
+            with writing(path):
+                yield
+        except RunDirError as error:
+            self.failure = self.failure or error
 
     def line(self, text: str) -> None:
         """Print one line above the progress bar."""
@@ -38,7 +60,8 @@ class Console:
         """Write to `log.txt` only: what is too long for a terminal."""
         if self._log is not None:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-            self._log.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
+            with self.noting_failures(self._log_path):
+                self._log.write("".join(f"{stamp} {part}\n" for part in text.split("\n")))
 
     def start_progress(self, *, done: int, total: int) -> None:
         """Show a bar of `total` steps, where standard error is a terminal."""
@@ -56,7 +79,8 @@ class Console:
             self._bar.close()
             self._bar = None
         if self._log is not None:
-            self._log.close()
+            with self.noting_failures(self._log_path):
+                self._log.close()
             self._log = None
 
     def __enter__(self) -> Console:

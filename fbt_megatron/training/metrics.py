@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from fbt_megatron.files import write_durably
 from fbt_megatron.training.console import Console, format_count, format_duration
+from fbt_megatron.training.run_dir import writing
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
@@ -26,7 +30,7 @@ class StepRecord:
     """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes.
 
     `losses` is the cross entropy of each pass per trained token; `loss` combines them, without `z_loss`. `grad_norm` is
-    the norm before clipping, None in a skipped step.
+    the norm before clipping, None in a skipped step. `epoch` counts how often a stream has begun its data anew.
     """
 
     step: int
@@ -40,6 +44,7 @@ class StepRecord:
     lr_adam: float
     weight_decay: float
     skipped_steps: int
+    epoch: int
     step_seconds: float
     step_tokens: int
 
@@ -57,6 +62,7 @@ class StepRecord:
             "lr_adam": self.lr_adam,
             "weight_decay": self.weight_decay,
             "skipped_steps": self.skipped_steps,
+            "epoch": self.epoch,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.step_tokens / self.step_seconds,
         }
@@ -96,39 +102,46 @@ class MetricsLogger:
         resume_step: int,
         console_every: int,
         tensorboard: bool,
+        passes_after: Callable[[int], int],
     ) -> None:
+        """`passes_after(step)` is the number of passes that the steps after `step` run, for the estimate of the end."""
         self._console = console
         self._total_steps = total_steps
+        self._resume_step = resume_step
         self._console_every = console_every
-        self._recent_seconds: deque[float] = deque(maxlen=50)
+        self._tensorboard_path = run_dir / TENSORBOARD_NAME if tensorboard else None
+        self._passes_after = passes_after
+        self._recent: deque[tuple[float, int]] = deque(maxlen=50)  # seconds and passes of a step
+        self._path = run_dir / METRICS_NAME
+        self._file: IO[str] | None = None
         self._writer: SummaryWriter | None = None
-        if console.enabled:
-            path = run_dir / METRICS_NAME
-            if resume_step:
-                _keep_lines_up_to(path, resume_step)
+
+    def open(self) -> None:
+        """Open the files of rank 0; raises RunDirError."""
+        if not self._console.enabled:
+            return
+        with writing(self._path):
+            if self._resume_step:
+                _keep_lines_up_to(self._path, self._resume_step)
             else:  # not even the validation before the first step: the run begins anew
-                path.unlink(missing_ok=True)
-            self._file = path.open("a", buffering=1)
-            if tensorboard:
-                self._writer = SummaryWriter(
-                    str(run_dir / TENSORBOARD_NAME), purge_step=resume_step + 1 if resume_step else 0
-                )
+                self._path.unlink(missing_ok=True)
+            self._file = self._path.open("a", buffering=1)
+        if self._tensorboard_path is not None:
+            with writing(self._tensorboard_path):
+                purge_step = self._resume_step + 1 if self._resume_step else 0
+                self._writer = SummaryWriter(str(self._tensorboard_path), purge_step=purge_step)
 
     def step(self, record: StepRecord) -> None:
         """Log one optimizer step."""
-        self._recent_seconds.append(record.step_seconds)
-        if self._console.enabled:
-            self._write(record.as_dict())
-            self._tensorboard("train", record.step, record.as_dict())
+        self._recent.append((record.step_seconds, record.passes))
+        self._write("train", record.as_dict())
         if record.step % self._console_every == 0 or record.step in (1, self._total_steps) or record.grad_norm is None:
             self._console.line(self._step_line(record))
         self._console.advance()
 
     def validation(self, record: ValidationRecord) -> None:
         """Log one validation."""
-        if self._console.enabled:
-            self._write(record.as_dict())
-            self._tensorboard("validation", record.step, record.as_dict())
+        self._write("validation", record.as_dict())
         losses = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
         bits = "" if record.bits_per_byte is None else f" | bits per byte {record.bits_per_byte[0]:.4f}"
         deltas = ", ".join(f"{delta:.3f}" for delta in record.hidden_deltas)
@@ -137,19 +150,29 @@ class MetricsLogger:
             + (f" | hidden delta {deltas}" if deltas else "")
         )
 
+    def flush(self) -> None:
+        """Bring everything to the disk: what is older than a checkpoint is never written again."""
+        with self._console.noting_failures(self._path):
+            if self._file is not None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            if self._writer is not None:
+                self._writer.flush()
+
     def close(self) -> None:
         """Flush and close the files."""
-        if self._console.enabled:
-            self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        with self._console.noting_failures(self._path):
+            if self._file is not None:
+                self._file.close()
+        with self._console.noting_failures(self._path):
+            if self._writer is not None:
+                self._writer.close()
 
     def _step_line(self, record: StepRecord) -> str:
         per_pass = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
         norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
-        # The passes of the recent steps differ, so the estimate rests on their mean.
-        seconds = sum(self._recent_seconds) / len(self._recent_seconds)
-        remaining = format_duration(seconds * (self._total_steps - record.step))
+        seconds, passes = (sum(column) for column in zip(*self._recent, strict=True))
+        remaining = format_duration(seconds / passes * self._passes_after(record.step))
         speed = format_count(record.step_tokens / record.step_seconds)
         skipped = f" | skipped {record.skipped_steps}" if record.skipped_steps else ""
         return (
@@ -157,15 +180,15 @@ class MetricsLogger:
             f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {speed} tok/s | eta {remaining}{skipped}"
         )
 
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
-
-    def _tensorboard(self, group: str, step: int, record: dict[str, Any]) -> None:
-        if self._writer is None:
-            return
-        for key, value in record.items():
-            if isinstance(value, int | float) and key != "step":
-                self._writer.add_scalar(f"{group}/{key}", value, step)
+    def _write(self, group: str, record: dict[str, Any]) -> None:
+        with self._console.noting_failures(self._path):
+            if self._file is not None:
+                values = {key: _finite(value) for key, value in record.items()}
+                self._file.write(json.dumps(values, allow_nan=False) + "\n")
+            if self._writer is not None:
+                for key, value in record.items():
+                    if isinstance(value, int | float) and key != "step":
+                        self._writer.add_scalar(f"{group}/{key}", value, record["step"])
 
 
 class StepTimer:
@@ -197,6 +220,4 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
             continue
         if record["step"] <= step:
             kept.append(line + "\n")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    write_durably(path, "".join(kept))

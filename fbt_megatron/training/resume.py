@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest
-from fbt_megatron.config.loader import config_to_dict
+from fbt_megatron.config.loader import config_diff, parse_config
 from fbt_megatron.config.schema import RunConfig
+from fbt_megatron.config.typed_values import known_keys
+from fbt_megatron.config.yaml_text import show_value
 from fbt_megatron.errors import CheckpointError, ConfigError
+from fbt_megatron.parallel.collectives import agree_on_rank_zero
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME
 
-# Keys that may differ between two starts of one run: where and how often things are written, and the layout, which
-# the optimizer step does not depend on. A prefix ends in a point.
+# Keys that may differ between two starts of one run: where things lie and how often they are written, and the layout,
+# which the optimizer step does not depend on. A prefix ends in a point. The training data may move: the loader knows it
+# by its fingerprint.
 _FREE_KEYS = (
     "parallel.tensor",
     "parallel.pipeline",
@@ -23,6 +24,7 @@ _FREE_KEYS = (
     "parallel.zero_stage",
     "parallel.recompute",
     "model.kernels",
+    "data.train",
     "data.workers",
     "data.validation",
     "data.on_error",
@@ -45,10 +47,11 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
     if start is not None or config.checkpoint.load is None:
         return start
     source = Path(config.checkpoint.load)
-    if (source / MANIFEST_NAME).exists():
-        return checkpoints.check_one(source)
-    nested = source / CHECKPOINTS_NAME
-    start = checkpoints.find_newest(nested if nested.is_dir() else source)
+    # Rank 0 decides for all: on a shared file system ranks may see different things for a moment.
+    is_checkpoint, folder = agree_on_rank_zero(lambda: _what_is_at(source))
+    if is_checkpoint:
+        return checkpoints.check_one(folder)
+    start = checkpoints.find_newest(folder)
     if start is None:
         raise CheckpointError(
             f"checkpoint.load={source}: there is no checkpoint. Name a run directory, its checkpoints folder, or one "
@@ -58,29 +61,32 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
 
 
 def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
-    """Raise ConfigError listing the keys whose change would alter the run, unless they are in `allowed`."""
-    # Through JSON, as the manifest went: its keys are strings and its tuples lists.
-    old, new = dict(_leaves(manifest.config)), dict(_leaves(json.loads(json.dumps(config_to_dict(config)))))
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    refused = [key for key in changed if not _is_free(key) and key not in allowed]
+    """Raise ConfigError listing the keys whose change would alter the run, unless they are in `allowed`.
+
+    A key that the checkpoint's configuration does not have yet counts with its default.
+    """
+    unknown = [key for key in allowed if key not in known_keys(RunConfig)]
+    if unknown:
+        raise ConfigError("--allow-config-change", [f"{key}: unknown key." for key in unknown])
+    source = f"the configuration in the checkpoint of step {manifest.step}"
+    written = parse_config(manifest.config, source=source, check_rules=False)
+    refused = [
+        f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and this changes the run. "
+        f"Set it back, or allow it with --allow-config-change {key}."
+        for key, old, new in config_diff(written, config)
+        if not _is_free(key) and key not in allowed
+    ]
     if refused:
-        raise ConfigError(
-            f"the configuration, against the checkpoint of step {manifest.step}",
-            [
-                f"{key}={new.get(key)}: the checkpoint was made with {old.get(key)}, and this changes the run. "
-                f"Set it back, or allow it with --allow-config-change {key}."
-                for key in refused
-            ],
-        )
+        raise ConfigError(f"the configuration, against the checkpoint of step {manifest.step}", refused)
+
+
+def _what_is_at(source: Path) -> tuple[bool, Path]:
+    """Whether a path is one checkpoint, and the path or the folder of checkpoints to look in."""
+    if (source / MANIFEST_NAME).exists():
+        return True, source
+    nested = source / CHECKPOINTS_NAME
+    return False, nested if nested.is_dir() else source
 
 
 def _is_free(key: str) -> bool:
     return any(key == free or (free.endswith(".") and key.startswith(free)) for free in _FREE_KEYS)
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -10,19 +10,13 @@ from typing import IO
 
 from fbt_megatron.config.loader import save_config
 from fbt_megatron.config.schema import RunConfig
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import RunDirError
 from fbt_megatron.parallel.collectives import agree_on_rank_zero
 
 CONFIG_NAME = "config.yaml"
 LOG_NAME = "log.txt"
 CHECKPOINTS_NAME = "checkpoints"
 LOCK_NAME = ".lock"
-
-
-class RunDirError(FBTError):
-    """The run directory cannot be used."""
-
-    exit_status = 2
 
 
 @contextmanager
@@ -41,30 +35,33 @@ def hold_run_dir(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path) -> IO[str]:
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK_NAME).open("w")
-        # A lock of the kernel goes with its process, so a killed run leaves nothing to clean up.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RunDirError(
-            f"train.run_dir={folder}: another run is writing there. Wait for it, stop it, or choose another folder."
-        ) from None
-    except OSError as error:
-        raise RunDirError(_cannot_write(folder, error)) from None
+        try:
+            # A lock of the kernel goes with its process, so a killed run leaves nothing to clean up.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError(
+                f"train.run_dir={folder}: another run is writing there. Wait for it, stop it, or choose another folder."
+            ) from None
     return lock
 
 
 def write_config(config: RunConfig) -> None:
     """Write the resolved configuration to the run directory. Called on rank 0; raises RunDirError."""
-    folder = Path(config.train.run_dir)
-    temporary = folder / f"{CONFIG_NAME}.tmp"
+    path = Path(config.train.run_dir) / CONFIG_NAME
+    with writing(path):
+        save_config(config, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a RunDirError that names the file or folder of a run that cannot be written."""
     try:
-        save_config(config, temporary)
-        temporary.replace(folder / CONFIG_NAME)
+        yield
     except OSError as error:
-        raise RunDirError(_cannot_write(folder, error)) from None
-
-
-def _cannot_write(folder: Path, error: OSError) -> str:
-    return f"train.run_dir={folder}: cannot be written ({error.strerror}). Choose a folder that this user can write."
+        raise RunDirError(
+            f"train.run_dir: {path} cannot be written: {error.strerror or error}. Free the disk, or choose a folder "
+            "that this user can write."
+        ) from None

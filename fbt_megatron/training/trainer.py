@@ -11,7 +11,7 @@ import torch
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
-from fbt_megatron.config.loader import config_to_dict
+from fbt_megatron.config.loader import format_config
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.batch import TrainBatch
 from fbt_megatron.data.loader import TrainLoader, ValidationLoader
@@ -20,10 +20,17 @@ from fbt_megatron.errors import DataError
 from fbt_megatron.evaluation.validation import evaluate
 from fbt_megatron.model.fbt_model import FBTModel
 from fbt_megatron.model.noise import FeedbackNoise
-from fbt_megatron.model.pass_schedule import PassPlan, build_pass_schedule
+from fbt_megatron.model.pass_schedule import PassPlan, PassSchedule
 from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay
 from fbt_megatron.optim.optimizer import StepSettings
-from fbt_megatron.parallel.collectives import agree_on_errors, gather_objects, raise_together, sum_across
+from fbt_megatron.parallel.collectives import (
+    agree_on_errors,
+    any_rank_true,
+    gather_objects,
+    max_across,
+    raise_together,
+    sum_across,
+)
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.console import Console, format_duration
 from fbt_megatron.training.engine import StepResult, TrainEngine
@@ -44,6 +51,7 @@ class RunParts:
     checkpoints: CheckpointManager
     metrics: MetricsLogger
     console: Console
+    pass_schedule: PassSchedule
 
 
 class Trainer:
@@ -61,7 +69,7 @@ class Trainer:
         self.metrics = parts.metrics
         self.console = parts.console
         self.counters = counters
-        self.pass_schedule = build_pass_schedule(config.feedback, steps=steps, seed=seed)
+        self.pass_schedule = parts.pass_schedule
         self.lr_schedule = WSDSchedule(config.lr_schedule, steps)
         self.noise = FeedbackNoise(seed, config.feedback.jitter, config.feedback.prefix_mixin)
         self._saved_step = counters.step
@@ -81,6 +89,7 @@ class Trainer:
             self.validate()
         self._timer.lap()
         while self.counters.step < self.last_step:
+            self._raise_write_failure()
             signal_number = stop.agreed(device=self.topology.device)
             if signal_number:
                 break
@@ -93,7 +102,13 @@ class Trainer:
             if step % self.config.checkpoint.every == 0:
                 self.save()
         self.save()
+        self._raise_write_failure()
         return signal_number
+
+    def _raise_write_failure(self) -> None:
+        """Stop all ranks where rank 0 could not write its log or metrics."""
+        if any_rank_true(self.console.failure is not None, device=self.topology.device):
+            raise_together(self.console.failure)
 
     def train_step(self) -> StepRecord:
         """One optimizer step: the passes of its plan over its micro-batches, then the update."""
@@ -161,7 +176,8 @@ class Trainer:
             "optimizer": self.engine.optimizer.counters(),
             "data": merge_loader_states(gather_objects(self.loader.state_dict(), group=self.topology.pg.dp)),
         }
-        manifest = Manifest(self.counters.step, state, config_to_dict(self.config), software_versions(), files={})
+        manifest = Manifest(self.counters.step, state, format_config(self.config), software_versions(), files={})
+        self.metrics.flush()
         report = self.checkpoints.save(manifest, shards_of(self.engine))
         self._saved_step = self.counters.step
         size = f"{report.num_bytes / 1e6:,.1f} MB"
@@ -180,10 +196,10 @@ class Trainer:
         except DataError as caught:
             error = caught
         own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None)])
-        num_tokens, failures = sum_across(own.to(self.topology.device), group=self.topology.pg.dp).tolist()
+        total, failures = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
-        return batches, num_tokens
+        return batches, total // (self.topology.tp_size * self.topology.pp_size)
 
     def _advance(self, step: int, result: StepResult) -> None:
         self.counters.step = step
@@ -212,6 +228,7 @@ class Trainer:
             lr_adam=settings.lr_adam,
             weight_decay=settings.weight_decay_normuon,
             skipped_steps=self.counters.skipped_steps,
+            epoch=int(max_across(torch.tensor(self.loader.epoch, device=self.topology.device))),
             step_seconds=self._timer.lap(),
             step_tokens=self._step_tokens,
         )

@@ -107,3 +107,10 @@ def test_steps_outside_the_run_are_an_error(step):
     assert schedule.plan(10) == PassPlan(1, (1.0,))
     with pytest.raises(ValueError, match="counted from 1 to 10"):
         schedule.plan(step)
+
+
+def test_passes_after_counts_what_is_left() -> None:
+    phases = (SchedulePhase(5, {1: 1.0}), SchedulePhase(1.0, {1: 0.2, 2: 0.5, 3: 0.3}))
+    schedule = build_pass_schedule(FeedbackConfig(schedule=phases), steps=40, seed=3)
+    passes = [schedule.plan(step).num_passes for step in range(1, 41)]
+    assert [schedule.passes_after(step) for step in range(41)] == [sum(passes[step:]) for step in range(41)]

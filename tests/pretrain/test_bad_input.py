@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,12 +98,19 @@ def _large_token_ids(train: Path) -> None:
     shard.write_bytes(content)
 
 
+def _large_token_ids_without_checksums(train: Path) -> None:
+    """Shards that another program made."""
+    _large_token_ids(train)
+    (train / "dataset.json").unlink()
+
+
 BAD_DATA = [
     BadData("truncated", _truncate, ("shard-00000.tar", "bytes")),
     BadData("missing shard", _remove_shard, ("shard-00000.tar",)),
     BadData("missing folder", _remove_everything, ("data.train",)),
     BadData("no documents", _no_documents, ("document",)),
-    BadData("token id", _large_token_ids, ("60000", "shard-00000.tar", "257")),
+    BadData("changed tokens", _large_token_ids, ("shard-00000.tar", "sample", "checksum")),
+    BadData("token id", _large_token_ids_without_checksums, ("60000", "shard-00000.tar", "257")),
 ]
 
 
@@ -177,20 +184,51 @@ def test_data_error_on_every_rank(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
-    """A file system of 300 kB, less than a checkpoint of the tiny model."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of `request.param` bytes."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)], capture_output=True)
+    size = f"size={request.param}"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True)
     if mount.returncode:
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.parametrize("small_disk", ["300k"], indirect=True)
 def test_full_disk_while_saving(config: Path, small_disk: Path) -> None:
     run_dir = small_disk / "run"
     _refused(
         pretrain(config, run_dir), 4, "Cannot write a checkpoint", "No space left", "There is no earlier checkpoint"
     )
     assert not list((run_dir / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("small_disk", ["20k"], indirect=True)
+@pytest.mark.parametrize("tensorboard", ["true", "false"])
+def test_full_disk_while_logging(config: Path, small_disk: Path, tensorboard: str) -> None:
+    """Rank 0 alone writes the log; both ranks stop, before the first checkpoint."""
+    outcome = pretrain(
+        config, small_disk / "run", "checkpoint.every=20", f"logging.tensorboard={tensorboard}", processes=2
+    )
+    assert outcome.status != 0
+    for rank in (0, 1):
+        lines = [line for line in outcome.output.splitlines() if line.startswith(f"[rank {rank}] RunDirError")]
+        assert len(lines) == 1
+        assert "cannot be written: No space left on device" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl", "config.yaml"])
+def test_file_that_cannot_be_written(config: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    outcome = pretrain(config, tmp_path / "run", processes=2)
+    for rank in (0, 1):
+        assert any(
+            line.startswith(f"[rank {rank}] RunDirError") and name in line for line in outcome.output.splitlines()
+        )
+
+
+def test_unknown_key_to_allow(config: Path, tmp_path: Path) -> None:
+    pretrain(config, tmp_path / "run", "train.stop_step=1").check()
+    _refused(pretrain(config, tmp_path / "run", "--allow-config-change", "train.sede"), 2, "train.sede: unknown key")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fbt_megatron.errors import RunDirError
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
 
@@ -26,6 +27,7 @@ STEP = StepRecord(
     lr_adam=0.0005,
     weight_decay=0.01,
     skipped_steps=0,
+    epoch=3,
     step_seconds=2.0,
     step_tokens=4096,
 )
@@ -42,7 +44,9 @@ class Log:
         self.folder = folder
         self.console = Console(enabled=enabled)
         settings = {"total_steps": 100, "console_every": 10, "tensorboard": False} | options
+        settings = {"passes_after": lambda step: 2 * (settings["total_steps"] - step)} | settings
         self.metrics = MetricsLogger(folder, console=self.console, resume_step=resume_step, **settings)
+        self.metrics.open()
 
     def write(self, *records: StepRecord | ValidationRecord) -> list[dict[str, Any]]:
         """Log the records, close, and read the file back as strict JSON."""
@@ -78,6 +82,7 @@ def test_a_step(tmp_path: Path) -> None:
         "lr_adam": 0.0005,
         "weight_decay": 0.01,
         "skipped_steps": 0,
+        "epoch": 3,
         "step_seconds": 2.0,
         "tokens_per_second": 2048.0,
     }
@@ -230,6 +235,39 @@ def test_the_remaining_time_rests_on_the_mean_of_recent_steps(
     records = [replace(STEP, step=n, step_seconds=50.0 if n <= 50 else 1.0 + 2.0 * (n % 2)) for n in range(1, 101)]
     Log(tmp_path, total_steps=1000, console_every=100).write(*records)
     assert "eta 30m00s" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_remaining_time_knows_the_passes_to_come(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 s for a pass so far; 100 steps are left, of 3 passes each."""
+    records = [replace(STEP, step=n, passes=1, losses=(2.0,), step_seconds=1.0) for n in range(1, 11)]
+    Log(tmp_path, total_steps=110, passes_after=lambda step: 3 * (110 - step)).write(*records)
+    assert "eta 5m00s" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "log.txt"])
+def test_a_failing_write_is_kept_for_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Nothing raises on rank 0 alone; what went wrong can be read off the console."""
+    log = Log(tmp_path)
+    log.console.open_log(tmp_path / "log.txt")
+    with Path("/dev/full").open("w", buffering=1) as full:  # every write to it finds a full disk
+        if name == "metrics.jsonl":
+            log.metrics._file = full
+        else:
+            log.console._log = full
+        log.metrics.step(STEP)
+        assert "No space left on device" in str(log.console.failure)
+        assert name in str(log.console.failure)
+        log.metrics.close()
+        log.console.close()
+
+
+def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "log.txt"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(RunDirError, match=r"metrics.jsonl cannot be written: Is a directory"):
+        Log(tmp_path, resume_step=1)
+    with pytest.raises(RunDirError, match=r"log.txt cannot be written: Is a directory"):
+        Console(enabled=True).open_log(tmp_path / "log.txt")
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

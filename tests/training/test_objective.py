@@ -1,4 +1,4 @@
-"""The step that the trainer runs has the objective of the equations: its pass weights, division, z-loss and gradients."""
+"""The step that the trainer runs has the objective of the equations: pass weights, division, z-loss, gradients."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
-from fbt_megatron.config.loader import config_to_dict, load_config
+from fbt_megatron.config.loader import format_config, load_config
 from fbt_megatron.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -24,9 +23,9 @@ from fbt_megatron.config.schema import (
     SchedulePhase,
     TrainConfig,
 )
-from fbt_megatron.errors import CheckpointError, ConfigError
+from fbt_megatron.errors import CheckpointError, ConfigError, RunDirError
 from fbt_megatron.training.resume import check_same_run, find_start
-from fbt_megatron.training.run_dir import RunDirError, hold_run_dir, write_config
+from fbt_megatron.training.run_dir import hold_run_dir, write_config
 
 CONFIG = RunConfig(
     feedback=FeedbackConfig(schedule=(SchedulePhase(0.5, {1: 1.0}), SchedulePhase(1.0, {2: 0.5, 10: 0.5}))),
@@ -36,7 +35,7 @@ CONFIG = RunConfig(
 
 def manifest_of(config: RunConfig) -> Manifest:
     """The manifest of a checkpoint of step 3, after its way through the disk."""
-    return Manifest(3, {}, json.loads(json.dumps(config_to_dict(config))), {}, {})
+    return Manifest(3, {}, format_config(config), {}, {})
 
 
 def test_the_same_configuration_may_go_on() -> None:
@@ -66,7 +65,7 @@ CHANGED = replace(
     parallel=replace(CONFIG.parallel, precision="fp32", tensor=2),
     train=replace(CONFIG.train, seed=9),
 )
-REFUSED = ["feedback.schedule", "model.num_layers", "optimizer.adam.betas", "parallel.precision", "train.seed"]
+REFUSED = ["model.num_layers", "feedback.schedule", "optimizer.adam.betas", "parallel.precision", "train.seed"]
 
 
 def test_refused_keys_are_listed_together() -> None:
@@ -74,28 +73,33 @@ def test_refused_keys_are_listed_together() -> None:
         check_same_run(CHANGED, manifest_of(CONFIG), allowed=[])
     problems = caught.value.problems
     assert [problem.split("=")[0] for problem in problems] == REFUSED
-    for problem, values in zip(
-        problems[1:], [("5", "4"), ("[0.8, 0.95]", "[0.9, 0.95]"), ("fp32", "bf16")], strict=False
-    ):
-        assert f"={values[0]}: the checkpoint was made with {values[1]}" in problem
+    changes = {0: ("5", "4"), 2: ("[0.8, 0.95]", "[0.9, 0.95]"), 3: ('"fp32"', '"bf16"')}
+    for index, (new, old) in changes.items():
+        assert f"={new}: the checkpoint was made with {old}, and this changes the run" in problems[index]
     assert all(f"--allow-config-change {key}" in problem for key, problem in zip(REFUSED, problems, strict=True))
 
 
 def test_allowed_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         check_same_run(CHANGED, manifest_of(CONFIG), allowed=["train.seed", "model.num_layers"])
-    assert [problem.split("=")[0] for problem in caught.value.problems] == [REFUSED[0], *REFUSED[2:4]]
+    assert [problem.split("=")[0] for problem in caught.value.problems] == REFUSED[1:4]
     check_same_run(CHANGED, manifest_of(CONFIG), allowed=REFUSED)
 
 
 def test_keys_that_one_version_does_not_have() -> None:
-    """A key of another version counts as changed, unless its value there is null."""
-    manifest = manifest_of(CONFIG)
-    manifest.config["loss"] |= {"label_smoothing": 0.1, "other": None}
-    del manifest.config["model"]["sliding_window"]  # null by default
-    with pytest.raises(ConfigError) as caught:
-        check_same_run(CONFIG, manifest, allowed=[])
-    assert [problem.split("=")[0] for problem in caught.value.problems] == ["loss.label_smoothing"]
+    """A key that the checkpoint does not have yet has its default; one that this version does not know is an error."""
+    text = format_config(CONFIG)
+    older = replace(manifest_of(CONFIG), config=text.replace("  init_std: 0.02\n", ""))
+    assert older.config != text
+    check_same_run(CONFIG, older, allowed=[])
+    newer = replace(older, config=text.replace("loss:\n", "loss:\n  label_smoothing: 0.1\n"))
+    with pytest.raises(ConfigError, match=r"checkpoint of step 3(.|\n)*loss.label_smoothing: unknown key"):
+        check_same_run(CONFIG, newer, allowed=[])
+
+
+def test_allowing_a_key_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match=r"--allow-config-change\n  train.sede: unknown key"):
+        check_same_run(CONFIG, manifest_of(CONFIG), allowed=["train.sede"])
 
 
 class Starts:
@@ -178,7 +182,7 @@ def test_a_run_directory_is_held_by_one_run(topology, tmp_path: Path) -> None:
 
 def test_a_run_directory_that_cannot_be_made(topology, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirError, match=r"train\.run_dir=.*cannot be written \(Not a directory\)") as caught:
+    with pytest.raises(RunDirError, match=r"train\.run_dir: .*cannot be written: Not a directory") as caught:
         hold_run_dir(tmp_path / "file" / "run").__enter__()
     assert caught.value.exit_status == 2
 
