@@ -27,9 +27,14 @@ def main() -> int:
         validate_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
         return pretrain(config, arguments.allow_config_change)
     except FBTError as error:
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return error.exit_status
+        return report(error)
+
+
+def report(error: FBTError) -> int:
+    """Print an error without a stack trace; returns the exit status."""
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    return error.exit_status
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -62,16 +67,26 @@ def pretrain(config: RunConfig, allowed_changes: list[str]) -> int:
     """Train; returns the exit status."""
     # Imported here, so that --help and a mistake in the configuration answer at once and not after megatron-core.
     with warnings.catch_warnings(action="ignore"):
-        from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed
+        from fbt_megatron.parallel.topology import (
+            build_topology,
+            init_distributed,
+            shutdown_distributed,
+            wait_for_peers,
+        )
         from fbt_megatron.training.build import open_trainer
         from fbt_megatron.training.resilience import StopSignal
 
     with StopSignal() as stop:
         init_distributed()
-        topology = build_topology(config.parallel)
-        with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
-            signal_number = trainer.train(stop)
-        shutdown_distributed()  # not after an error: a peer may still be inside a collective, and closing would wait
+        try:
+            topology = build_topology(config.parallel)
+            with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
+                signal_number = trainer.train(stop)
+        except FBTError as error:
+            status = report(error)
+            wait_for_peers()
+            return status
+        shutdown_distributed()
     return 128 + signal_number if signal_number else 0
 
 

@@ -5,6 +5,7 @@ Process order is megatron-core's: tensor parallel varies fastest, then data para
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass
@@ -101,6 +102,17 @@ def build_topology(parallel: ParallelConfig) -> ParallelTopology:
         pg=ProcessGroupCollection.use_mpu_process_groups(),
         tp_dp_group=parallel_state.get_tensor_and_data_parallel_group(),
     )
+
+
+def wait_for_peers(*, seconds: float = 10.0) -> None:
+    """Before leaving with an error: give every rank the time to say so, at most `seconds`.
+
+    A launcher ends the other ranks as soon as one has ended. Groups are not torn down after an error, because a rank
+    that failed on its own would wait for the others there.
+    """
+    waiting = dist.barrier(async_op=True)
+    with contextlib.suppress(RuntimeError):  # nobody came
+        waiting.wait(datetime.timedelta(seconds=seconds))
 
 
 def shutdown_distributed() -> None:

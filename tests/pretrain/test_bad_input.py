@@ -205,7 +205,7 @@ def test_full_disk_while_saving(config: Path, small_disk: Path) -> None:
     assert not list((run_dir / "checkpoints").glob("step_*"))
 
 
-@pytest.mark.parametrize("small_disk", ["20k"], indirect=True)
+@pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
 @pytest.mark.parametrize("tensorboard", ["true", "false"])
 def test_full_disk_while_logging(config: Path, small_disk: Path, tensorboard: str) -> None:
     """Rank 0 alone writes the log; both ranks stop, before the first checkpoint."""
