@@ -44,10 +44,11 @@ class ReaderProcesses(Generic[Item]):
         self._processes: list[BaseProcess] = []
         for worker in range(workers):
             receiving, sending = context.Pipe(duplex=False)
-            process = context.Process(target=_run_reader, args=(read, worker, workers, sending), daemon=True)
+            self._connections.append(receiving)
+            arguments = (read, worker, workers, sending, self._connections)
+            process = context.Process(target=_run_reader, args=arguments, daemon=True)
             process.start()
             sending.close()  # or the end of the process would not be the end of the pipe
-            self._connections.append(receiving)
             self._processes.append(process)
 
     def __iter__(self) -> Iterator[Item]:
@@ -97,9 +98,17 @@ def _describe_exit(status: int | None) -> str:
     return f"was killed by {signal.Signals(-status).name}{likely}"
 
 
-def _run_reader(read: Callable[[int, int], Iterator[Any]], worker: int, workers: int, sending: Connection) -> None:
-    """Read a few items ahead while earlier ones wait in the pipe."""
+def _run_reader(
+    read: Callable[[int, int], Iterator[Any]],
+    worker: int,
+    workers: int,
+    sending: Connection,
+    inherited: list[Connection],
+) -> None:
+    """Read a few items ahead while earlier ones wait in the pipe; `inherited` are the trainer's ends of the pipes."""
     _leave_signals_to_trainer()
+    for connection in inherited:
+        connection.close()  # or the end of the trainer would not be the end of the pipe
     items: queue.Queue[Any] = queue.Queue(_ITEMS_AHEAD)
     sender = threading.Thread(target=_send, args=(items, sending), daemon=True)
     sender.start()

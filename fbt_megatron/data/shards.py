@@ -53,7 +53,7 @@ class Shard:
         return self.info.sha256 if self.info else self.location.rpartition("/")[2]
 
     def index(self) -> NDArray[np.int64]:
-        """[documents, 3]: offset of the first header, number of tokens, their checksum. A scanned tar has the first two.
+        """[documents, 3]: offset of the first header, number of tokens, checksum; of a scanned tar the first two.
 
         Read anew each time: a reader needs it once per run of documents, and all of them would not fit into memory.
 

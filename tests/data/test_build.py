@@ -384,9 +384,10 @@ def test_stopped_build_goes_on_and_gives_the_same_bytes(corpus, tmp_path, monkey
 
 
 def test_chunk_that_changed_on_disk_is_not_made_into_shards(corpus, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(DataError, match="No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(build, "write_shard", failing_after(build.write_shard, 0))
-        build_dataset(settings(corpus), tmp_path / "out")
+        with pytest.raises(DataError, match="No space left"):
+            build_dataset(settings(corpus), tmp_path / "out")
     (chunk,) = (tmp_path / "out/.build").glob("chunk-*.data")
     chunk.write_bytes(chunk.read_bytes().replace(b"t\0e\0x\0t\0", b"t\0e\0s\0t\0", 1))
     with pytest.raises(DataError, match=r"chunk-000000\.data: tokens have changed on disk .*--restart"):

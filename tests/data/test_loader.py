@@ -274,11 +274,8 @@ def test_changed_tokens_are_never_trained_on(tmp_path: Path, workers: int) -> No
     folder = write_dataset(tmp_path, numbered_documents((16,)))
     flip_bit(folder / "shard-00000.tar", bytes([11, 0] * (SEQ_LENGTH - 1)))
     loader = build_train_loader(run_config(folder, workers=workers), dp_rank=0, dp_size=1)
-    trained = []
     with pytest.raises(DataError, match=r"shard-00000\.tar: sample 0-11: the tokens do not match their checksum"):
-        for _ in range(5):
-            trained += [batch.tokens for batch in loader.next_step()]
-    assert all(token in {*range(16), EOS} - {11} for tokens in trained for token in tokens.unique().tolist())
+        read_steps(loader, 5)
     with pytest.raises(DataError, match="sample 0-11"):  # another try is no way around it
         read_steps(loader, 5)
     loader.close()
