@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -139,11 +140,9 @@ def test_run_directory_that_cannot_be_made(config: Path, tmp_path: Path) -> None
 def test_two_runs_in_one_directory(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    with subprocess.Popen(["flock", str(run_dir / ".lock"), "sleep", "60"]) as holder:
-        try:
-            _refused(pretrain(config, run_dir), 2, "another run is writing there")
-        finally:
-            holder.kill()
+    with (run_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _refused(pretrain(config, run_dir), 2, "another run is writing there")
 
 
 def test_changed_configuration_against_a_checkpoint(config: Path, tmp_path: Path) -> None:
