@@ -60,9 +60,16 @@ def parse_arguments() -> argparse.Namespace:
 def dry_run(config: RunConfig, world_size: int) -> int:
     """Print what a run would be, without processes, data or weights."""
     from fbt_megatron.planner import format_dry_run
+    from fbt_megatron.rank_plan import format_exchange, format_ranks, plan_ranks
 
     validate_world_size(config, world_size)
     print(format_dry_run(config, world_size))
+    ranks = plan_ranks(config, world_size)
+    for title, text in (
+        ("Ranks", format_ranks(ranks)),
+        ("NorMuon's exchange: bytes that a rank sends per step, and its share of the work", format_exchange(ranks)),
+    ):
+        print(f"\n{title}\n{'-' * len(title)}\n{text}")
     return 0
 
 

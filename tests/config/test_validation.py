@@ -56,7 +56,6 @@ def test_the_base_of_these_tests_is_valid():
         ),
         ({"parallel__tensor": 2}, "parallel.tensor=2: not available in this version. Set tensor: 1."),
         ({"parallel__pipeline": 2}, "parallel.pipeline=2: not available in this version. Set pipeline: 1."),
-        ({"parallel__recompute": "full"}, "parallel.recompute=full: not available in this version."),
         ({"optimizer__grad_clip": -1.0}, "optimizer.grad_clip=-1.0: must not be negative."),
         ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be greater than 0."),
@@ -82,6 +81,8 @@ def test_sequence_parallelism_is_refused_and_explained():
         {"feedback__schedule": (SchedulePhase(0.7), SchedulePhase(701), SchedulePhase(1000))},
         {"parallel__zero_stage": 0, "parallel__precision": "fp32"},
         {"data__streams": 16},
+        {"parallel__recompute": "selective"},
+        {"parallel__recompute": "full"},
     ],
 )
 def test_the_edge_of_each_rule_is_allowed(changes):
@@ -93,6 +94,28 @@ def test_the_edge_of_each_rule_is_allowed(changes):
     [
         (pipeline_divides_layers, {"parallel__pipeline": 3}, ["model.num_layers=4: must"]),
         (pipeline_divides_layers, {"parallel__pipeline": 4}, []),
+        (pipeline_divides_layers, {"parallel__pipeline": 3, "parallel__pipeline_layers": (1, 2, 1)}, []),
+        (pipeline_divides_layers, {"parallel__pipeline_layers": (4,)}, []),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 3, "parallel__pipeline_layers": (1, 3)},
+            ["parallel.pipeline_layers=[1, 3]: has 2 entries, but parallel.pipeline is 3."],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 2, "parallel__pipeline_layers": (1, 2)},
+            ["parallel.pipeline_layers=[1, 2]: adds up to 3, but model.num_layers is 4."],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 2, "parallel__pipeline_layers": (4, 0)},
+            ["parallel.pipeline_layers=[4, 0]: every stage needs at least one layer"],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline_layers": ()},
+            ["parallel.pipeline_layers=[]: has 0 entries", "parallel.pipeline_layers=[]: every stage needs"],
+        ),
         (tensor_divides_model, {"parallel__tensor": 8}, ["model.num_attention_heads=4", "model.num_query_groups=4"]),
         (
             tensor_divides_model,

@@ -37,7 +37,7 @@ def _refused(outcome: Outcome, status: int, *messages: str) -> None:
         (["parallel.zero_stage=0", "parallel.precision=bf16"], ["zero_stage"]),
         (["parallel.tensor=2"], ["parallel.tensor=2"]),
         (["parallel.pipeline=2"], ["parallel.pipeline=2"]),
-        (["parallel.recompute=full"], ["parallel.recompute=full"]),
+        (["parallel.context=2"], ["parallel.context: unknown key"]),
         (["checkpoint.async=true"], ["checkpoint.async=true"]),
         (["feedback.schedule=[{until: 0.5, mix: {1: 1.0}}]"], ["feedback.schedule"]),
         (["train.steps=0", "model.head_dim=7"], ["2 problems", "train.steps=0", "model.head_dim=7"]),
