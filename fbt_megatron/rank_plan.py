@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fbt_megatron.config.schema import RunConfig
@@ -102,7 +102,9 @@ def rank_fragments(
 
 def format_ranks(plans: Iterable[RankPlan]) -> str:
     """A line for every rank: its place in the layout, what it holds, and the streams that its replica reads."""
-    rows = [("rank", "stage", "data", "tensor", "holds", "parameters", "optimizer state of", "streams")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "stage", "data", "tensor", "holds", "parameters", "optimizer state of", "streams")
+    ]
     for plan in plans:
         place = (f"{number}" for number in (plan.rank, plan.pp_rank, plan.dp_rank, plan.tp_rank))
         counts = f"{plan.num_parameters:,}", f"{plan.num_optimized:,}"
@@ -139,7 +141,7 @@ def _without_padding(layout: ParameterLayout) -> int:
     return sum(block.stored.numel for _, blocks in layout.blocks for block in blocks)
 
 
-def _table(rows: list[tuple[str, ...]], *, left: set[int]) -> str:
+def _table(rows: Sequence[tuple[str, ...]], *, left: set[int]) -> str:
     """Columns of equal width, to the right but for those in `left`."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What a dry run says of the ranks of a layout, against engines on real ranks and against numbers worked out by hand."""
+"""What a dry run says of the ranks of a layout, against engines on real ranks and numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_one_rank_sends_nothing(paper_model):
 
 
 def test_dry_run_prints_a_line_for_each_rank(monkeypatch, capsys):
-    command = "pretrain_fbt.py --config configs/fbt_1b.yaml --dry-run --world-size 8".split()
+    command = ["pretrain_fbt.py", "--config", "configs/fbt_1b.yaml", "--dry-run", "--world-size", "8"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", command)
     assert pretrain_fbt.main() == 0
