@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,8 +16,8 @@ from tests.model.toy import batch_of, random_rows, run_passes, tiny_config
 NOISE = FeedbackNoise(seed=5, jitter=0.1, prefix_mixin="row")
 
 
-def built(topology: ParallelTopology, recompute: str, **options: object) -> FBTModel:
-    parallel = replace(ParallelConfig(precision="fp32"), recompute=recompute)
+def built(topology: ParallelTopology, recompute: str, *, precision: str = "fp32", **options: object) -> FBTModel:
+    parallel = ParallelConfig(precision=precision, recompute=recompute)
     return build_model(tiny_config(parallel=parallel, **options), topology)
 
 
@@ -32,7 +30,11 @@ def losses_of(model: FBTModel, num_passes: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_passes", [1, 2, 3])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("options", [{}, {"embedding_norm": False, "tie_embeddings": False, "fusion": "concat"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"embedding_norm": False, "tie_embeddings": False, "fusion": "concat"}, {"precision": "bf16"}],
+    ids=["tied", "untied", "bf16"],
+)
 def test_losses_and_gradients_are_equal_to_the_last_bit(
     topology: ParallelTopology, num_passes: int, recompute: str, options: dict[str, object]
 ) -> None:
