@@ -84,15 +84,8 @@ def _section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Iter
 
 def unavailable(config: RunConfig) -> Iterator[str]:
     """What the schema has and this version does not run yet: refused, because nothing tests it."""
-    parallel = config.parallel
-    for key, is_available, remedy in (
-        (f"parallel.tensor={parallel.tensor}", parallel.tensor == 1, "tensor: 1"),
-        (f"parallel.pipeline={parallel.pipeline}", parallel.pipeline == 1, "pipeline: 1"),
-        ("parallel.sequence=true", not parallel.sequence, "sequence: false"),
-        ("checkpoint.async=true", not config.checkpoint.async_, "async: false"),
-    ):
-        if not is_available:
-            yield f"{key}: not available in this version. Set {remedy}."
+    if config.checkpoint.async_:
+        yield "checkpoint.async=true: not available in this version. Set async: false."
 
 
 def pipeline_divides_layers(config: RunConfig) -> Iterator[str]:
@@ -238,7 +231,7 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(unavailable, ("parallel", "checkpoint")),
+    _Rule(unavailable, ("checkpoint",)),
     _Rule(pipeline_divides_layers, ("model", "parallel")),
     _Rule(tensor_divides_model, ("model", "parallel")),
     _Rule(sequence_parallel_needs_tensor_parallel, ("model", "parallel")),
