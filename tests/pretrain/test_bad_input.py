@@ -169,13 +169,14 @@ def test_wrong_number_of_processes(config: Path, tmp_path: Path) -> None:
     assert "3" in outcome.output
 
 
-def test_data_error_on_every_rank(data: Path, tmp_path: Path) -> None:
-    """A sample that only one rank reads stops both, with the same words."""
+@pytest.mark.parametrize("layout", ["parallel.tensor=1", "parallel.pipeline=2"])
+def test_data_error_on_every_rank(data: Path, tmp_path: Path, layout: str) -> None:
+    """A sample that only one rank reads stops both, with the same words; in a pipeline one rank reads at all."""
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     _large_token_ids(copy / "train")
     config = write_config(tmp_path / "tiny.yaml", copy)
-    outcome = pretrain(config, tmp_path / "run", processes=2)
+    outcome = pretrain(config, tmp_path / "run", layout, processes=2)
     assert outcome.status != 0
     first, second = (
         next(line for line in outcome.output.splitlines() if line.startswith(f"[rank {rank}] DataError"))
