@@ -2,6 +2,7 @@
 
 python pretrain_fbt.py --config configs/quickstart.yaml
 torchrun --nproc-per-node=8 pretrain_fbt.py --config configs/fbt_125m.yaml train.steps=20000 train.seed=2
+srun --ntasks=16 --ntasks-per-node=8 python pretrain_fbt.py --config configs/fbt_1b.yaml
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from fbt_megatron.config.loader import load_config
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.validation import validate_world_size
 from fbt_megatron.errors import FBTError
+from fbt_megatron.parallel.launcher import ALONE, Launch, find_launch
 
 
 def main() -> int:
     """Exit status: README, "exit status"."""
     arguments = parse_arguments()
+    launch = ALONE
     try:
+        launch = find_launch(os.environ)
         config = load_config(arguments.config, arguments.overrides)
         if arguments.dry_run:
             return dry_run(config, arguments.world_size)
-        validate_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
-        return pretrain(config, arguments.allow_config_change)
+        validate_world_size(config, launch.world_size)
+        return pretrain(config, launch, arguments.allow_config_change)
     except FBTError as error:
-        return report(error)
+        return report(error, launch)
 
 
-def report(error: FBTError) -> int:
+def report(error: FBTError, launch: Launch) -> int:
     """Print an error without a stack trace; returns the exit status."""
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"{rank}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"{launch.label}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     return error.exit_status
 
 
@@ -57,13 +60,20 @@ def parse_arguments() -> argparse.Namespace:
 def dry_run(config: RunConfig, world_size: int) -> int:
     """Print what a run would be, without processes, data or weights."""
     from fbt_megatron.planner import format_dry_run
+    from fbt_megatron.rank_plan import format_exchange, format_ranks, plan_ranks
 
     validate_world_size(config, world_size)
     print(format_dry_run(config, world_size))
+    ranks = plan_ranks(config, world_size)
+    for title, text in (
+        ("Ranks", format_ranks(ranks)),
+        ("NorMuon's exchange: bytes that a rank sends per step, and its share of the work", format_exchange(ranks)),
+    ):
+        print(f"\n{title}\n{'-' * len(title)}\n{text}")
     return 0
 
 
-def pretrain(config: RunConfig, allowed_changes: list[str]) -> int:
+def pretrain(config: RunConfig, launch: Launch, allowed_changes: list[str]) -> int:
     """Train; returns the exit status."""
     # Imported here, so that --help and a mistake in the configuration answer at once and not after megatron-core.
     with warnings.catch_warnings(action="ignore"):
@@ -77,13 +87,13 @@ def pretrain(config: RunConfig, allowed_changes: list[str]) -> int:
         from fbt_megatron.training.resilience import StopSignal
 
     with StopSignal() as stop:
-        init_distributed()
+        init_distributed(launch)
         try:
             topology = build_topology(config.parallel)
             with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
                 signal_number = trainer.train(stop)
         except FBTError as error:
-            status = report(error)
+            status = report(error, launch)
             wait_for_peers()
             return status
         shutdown_distributed()

@@ -187,7 +187,6 @@ def _format_layout(config: RunConfig, world_size: int) -> str:
             f"step: {train.global_batch_size:,} rows of {config.model.seq_length:,} tokens = {tokens:,} tokens",
             f"per rank and step: {microbatches} micro-batches of {train.micro_batch_size} rows",
             f"data: {streams} streams, {streams // dp_size} on each data-parallel rank",
-            f"pipeline stage: {config.model.num_layers // parallel.pipeline} layers",
         ]
     )
 

@@ -22,6 +22,7 @@ LAYERS = {
     "data": 3,
     "checkpoint": 4,
     "planner": 4,
+    "rank_plan": 4,
     "evaluation": 5,
     "training": 6,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +57,11 @@ class TrainingStep:
     def num_tokens(self) -> int:
         """Tokens of a step."""
         return self.config.train.global_batch_size * self.config.model.seq_length
+
+    def with_recompute(self, recompute: str) -> TrainingStep:
+        """The same step of a model of its own, with this kind of recomputation."""
+        parallel = replace(self.config.parallel, recompute=recompute)
+        return TrainingStep(replace(self.config, parallel=parallel), self._topology)
 
     def run(self, num_passes: int) -> None:
         """The whole step."""

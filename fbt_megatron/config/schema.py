@@ -231,6 +231,8 @@ class ParallelConfig:
     """Tensor-parallel size."""
     pipeline: int = 1
     """Pipeline-parallel size."""
+    pipeline_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage, e.g. `[5, 7]`. `null`: the same number on each."""
     sequence: bool = False
     """Divide activations between tensor-parallel regions along the sequence."""
     zero_stage: Literal[0, 1] = 1
@@ -238,7 +240,8 @@ class ParallelConfig:
     precision: Literal["fp32", "bf16"] = "bf16"
     """Type of parameters and activations; bf16 keeps fp32 master weights and accumulates gradients in fp32."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in the backward pass."""
+    """Which activations are computed again in the backward pass: none, those inside the feed-forward blocks, or all
+    of a pass, of which only the input of the stage is kept."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "tensor pipeline")

@@ -84,26 +84,28 @@ def _section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Iter
 
 def unavailable(config: RunConfig) -> Iterator[str]:
     """What the schema has and this version does not run yet: refused, because nothing tests it."""
-    parallel = config.parallel
-    for key, is_available, remedy in (
-        (f"parallel.tensor={parallel.tensor}", parallel.tensor == 1, "tensor: 1"),
-        (f"parallel.pipeline={parallel.pipeline}", parallel.pipeline == 1, "pipeline: 1"),
-        ("parallel.sequence=true", not parallel.sequence, "sequence: false"),
-        (f"parallel.recompute={parallel.recompute}", parallel.recompute == "none", "recompute: none"),
-        ("checkpoint.async=true", not config.checkpoint.async_, "async: false"),
-    ):
-        if not is_available:
-            yield f"{key}: not available in this version. Set {remedy}."
+    if config.checkpoint.async_:
+        yield "checkpoint.async=true: not available in this version. Set async: false."
 
 
 def pipeline_divides_layers(config: RunConfig) -> Iterator[str]:
-    """Every stage holds the same number of layers, at least one."""
-    layers, stages = config.model.num_layers, config.parallel.pipeline
-    if layers % stages:
-        yield (
-            f"model.num_layers={layers}: must be a multiple of parallel.pipeline ({stages}), so that every stage has "
-            f"the same number of layers. Nearest: {_nearest_multiples(layers, stages)}."
-        )
+    """Every stage holds at least one layer: as many as it is given, or the same number on each."""
+    layers, stages, given = config.model.num_layers, config.parallel.pipeline, config.parallel.pipeline_layers
+    if given is None:
+        if layers % stages:
+            yield (
+                f"model.num_layers={layers}: must be a multiple of parallel.pipeline ({stages}), so that every stage "
+                f"has the same number of layers. Nearest: {_nearest_multiples(layers, stages)}; or give the layers of "
+                "each stage in parallel.pipeline_layers."
+            )
+        return
+    key = f"parallel.pipeline_layers={list(given)}"
+    if len(given) != stages:
+        yield f"{key}: has {len(given)} entries, but parallel.pipeline is {stages}. Give one number for each stage."
+    if min(given, default=0) < 1:
+        yield f"{key}: every stage needs at least one layer, because both optimizers must have work on each rank."
+    elif sum(given) != layers:
+        yield f"{key}: adds up to {sum(given)}, but model.num_layers is {layers}. Both must be equal."
 
 
 def tensor_divides_model(config: RunConfig) -> Iterator[str]:
@@ -229,7 +231,7 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(unavailable, ("parallel", "checkpoint")),
+    _Rule(unavailable, ("checkpoint",)),
     _Rule(pipeline_divides_layers, ("model", "parallel")),
     _Rule(tensor_divides_model, ("model", "parallel")),
     _Rule(sequence_parallel_needs_tensor_parallel, ("model", "parallel")),

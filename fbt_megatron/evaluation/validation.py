@@ -6,7 +6,7 @@ Passes beyond the trained depth show whether the recurrence is stable: the losse
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,24 +40,25 @@ class EvaluationResult:
 
 
 def evaluate(
-    forward: Callable[[TrainBatch], PassSums],
-    batches: Iterable[TrainBatch],
+    forward: Callable[[Sequence[TrainBatch]], PassSums],
+    batches: Iterable[Sequence[TrainBatch]],
     *,
     token_bytes: Tensor | None,
     group: dist.ProcessGroup,
 ) -> EvaluationResult:
-    """Run `forward` over this rank's micro-batches and reduce over `group`, the data-parallel one.
+    """Run `forward` over this rank's part of each global batch, its micro-batches, and reduce over `group`.
 
-    `token_bytes` ([V], bytes that each token id stands for) turns nats per token into bits per byte. Every rank of the
-    group must pass the same number of micro-batches.
+    That is the data-parallel group, whose ranks all pass the same number of batches. `token_bytes` ([V], bytes that
+    each token id stands for) turns nats per token into bits per byte.
     """
     cross_entropy = hidden_delta = torch.zeros(1, dtype=torch.float64)
     counts = torch.zeros(2, dtype=torch.float64)  # trained tokens, their bytes
-    for batch in batches:
-        sums = forward(batch)
+    for micro_batches in batches:
+        sums = forward(micro_batches)
         cross_entropy = cross_entropy.to(sums.cross_entropy) + sums.cross_entropy
         hidden_delta = hidden_delta.to(sums.hidden_delta) + sums.hidden_delta
-        targets = batch.labels[batch.labels != IGNORE_INDEX]
+        labels = torch.cat([batch.labels.flatten() for batch in micro_batches])
+        targets = labels[labels != IGNORE_INDEX]
         counts[0] += targets.numel()
         counts[1] += 0 if token_bytes is None else token_bytes[targets.cpu()].sum()
     num_passes = cross_entropy.numel()

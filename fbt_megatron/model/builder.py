@@ -18,7 +18,7 @@ from fbt_megatron.model.fusion import build_fusion
 from fbt_megatron.model.initialization import initialize_weights
 from fbt_megatron.model.kernels import Kernels, select_kernels
 from fbt_megatron.model.layer_spec import build_layer_spec, norm_spec
-from fbt_megatron.model.layout import padded_vocab_size, parameter_layouts
+from fbt_megatron.model.layout import padded_vocab_size, parameter_layouts, stage_layers
 from fbt_megatron.model.norm import norm_class
 from fbt_megatron.parallel.logical_tensor import ParameterLayout
 from fbt_megatron.parallel.mcore_compat import prepare_megatron_core
@@ -68,6 +68,7 @@ def build_transformer_config(config: RunConfig, *, device: torch.device) -> Tran
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_pipeline_layout(config),
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
         use_cpu_initialization=True,  # on the device in force; otherwise megatron-core takes the current GPU
         perform_initialization=False,
@@ -97,12 +98,13 @@ def _build_stage(
         topology,
         kernels,
         reset_attention_mask=config.data.reset_attention_mask,
+        recompute_passes=config.parallel.recompute == "full",
         embedding=_build_embedding(model, transformer, topology) if first else None,
         embedding_norm=_build_embedding_norm(transformer, kernels)
         if first and (model.embedding_norm or fusion != "none")
         else None,
         fusion=build_fusion(fusion, transformer, tp_group=topology.pg.tp) if first else None,
-        stack=_build_stack(model, transformer, topology, kernels),
+        stack=_build_stack(config, transformer, topology, kernels),
         head=_build_head(model, transformer, topology, allocate=not uses_embedding) if last else None,
     )
 
@@ -130,9 +132,9 @@ def _build_embedding_norm(transformer: TransformerConfig, kernels: Kernels) -> n
 
 
 def _build_stack(
-    model: ModelConfig, transformer: TransformerConfig, topology: ParallelTopology, kernels: Kernels
+    config: RunConfig, transformer: TransformerConfig, topology: ParallelTopology, kernels: Kernels
 ) -> TransformerBlock:
-    layers = [build_layer_spec(model, transformer, kernels)] * (model.num_layers // topology.pp_size)
+    layers = [build_layer_spec(config.model, transformer, kernels)] * len(stage_layers(config, topology.pp_rank))
     final_norm = norm_spec(kernels, partial_gradient=transformer.sequence_parallel)
     return TransformerBlock(
         transformer,
@@ -163,10 +165,17 @@ def _mark_tensor_parallel(model: FBTModel, layouts: dict[str, ParameterLayout]) 
         marked.tensor_model_parallel = not layouts[name].replicated
 
 
+def _pipeline_layout(config: RunConfig) -> list[list[str]] | None:
+    """The layers of each stage in megatron-core's words; from these it numbers the layers of a stage."""
+    stages = config.parallel.pipeline
+    if stages == 1:
+        return None
+    layout = [["decoder"] * len(stage_layers(config, stage)) for stage in range(stages)]
+    return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
+
+
 def _recompute_options(parallel: ParallelConfig) -> dict[str, object]:
-    """`full` keeps the input of each layer; `selective` computes the MLP again, the widest activations of a layer."""
-    if parallel.recompute == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    """`selective` computes the MLP again, the widest activations of a layer; `full` is `FBTModel`'s own."""
     if parallel.recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     return {}

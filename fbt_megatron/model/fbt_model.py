@@ -19,6 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fbt_megatron.config.schema import ModelConfig
 from fbt_megatron.model.attention import AttentionInputs
@@ -69,6 +70,7 @@ class FBTModel(MegatronModule):
         kernels: Kernels,
         *,
         reset_attention_mask: bool,
+        recompute_passes: bool,
         embedding: VocabParallelEmbedding | None,
         embedding_norm: nn.Module | None,
         fusion: Fusion | None,
@@ -80,6 +82,7 @@ class FBTModel(MegatronModule):
         self.topology = topology
         self.kernels = kernels
         self.reset_attention_mask = reset_attention_mask
+        self.recompute_passes = recompute_passes
         self.embedding = embedding
         self.embedding_norm = embedding_norm
         self.fusion = fusion
@@ -115,7 +118,19 @@ class FBTModel(MegatronModule):
         `received` [S, B, H] is, on the first stage, the top state of the pass before (None for pass 0), elsewhere the
         hidden state of the stage before. `noise` draws jitter and plain prefixes; without it, as in validation, nothing
         is random.
+
+        With `recompute_passes` nothing but the arguments is kept for the backward pass, which computes the rest again,
+        head and loss included. Draws are functions of row and pass, so there is no generator to wind back.
         """
+        if not (self.recompute_passes and torch.is_grad_enabled()):
+            return self._compute_pass(batch, pass_idx, received, noise)
+        return checkpoint(
+            self._compute_pass, batch, pass_idx, received, noise, use_reentrant=False, preserve_rng_state=False
+        )
+
+    def _compute_pass(
+        self, batch: MicroBatch, pass_idx: int, received: Tensor | None, noise: FeedbackNoise | None
+    ) -> PassOutput:
         hidden = self.stack_input(batch, pass_idx, received, noise) if self.topology.is_first_stage else received
         hidden = self.stack(hidden_states=hidden, attention_mask=None, packed_seq_params=batch.attention)
         if self.head is None:

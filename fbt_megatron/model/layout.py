@@ -7,15 +7,17 @@ saved or initialised by a guess.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
 from fbt_megatron.config.schema import ModelConfig, RunConfig
 from fbt_megatron.parallel.logical_tensor import Block, LogicalTensor, ParameterLayout, ParamKind, Rect
-from fbt_megatron.parallel.topology import ParallelTopology
+
+if TYPE_CHECKING:  # dry runs compute layouts without megatron-core
+    from fbt_megatron.parallel.topology import ParallelTopology
 
 VOCAB_MULTIPLE = 128
 """The vocabulary is padded to a multiple of this on each tensor-parallel rank."""
@@ -29,21 +31,71 @@ def padded_vocab_size(vocab_size: int, *, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def stage_layers(config: RunConfig, pp_rank: int) -> range:
+    """Global 0-based numbers of the layers of a pipeline stage."""
+    counts = config.parallel.pipeline_layers or (config.model.num_layers // config.parallel.pipeline,) * (pp_rank + 1)
+    first = sum(counts[:pp_rank])
+    return range(first, first + counts[pp_rank])
+
+
 def parameter_layouts(model: nn.Module, config: RunConfig, topology: ParallelTopology) -> dict[str, ParameterLayout]:
     """Layout of every parameter of a stage built by `build_model`, by its name in the model.
 
     Raises ValueError for a parameter that the tables do not know, or whose shape is not the one they say.
     """
-    shard = _Shard(config.model, config.feedback.fusion, topology.tp_rank, topology.tp_size)
-    first_layer = topology.pp_rank * (config.model.num_layers // topology.pp_size)
+    shard = _Shard(config.model, topology.tp_rank, topology.tp_size)
+    layers = stage_layers(config, topology.pp_rank)
     layouts = {}
     for name, parameter in model.named_parameters():
-        tied_copy = name == "head.weight" and config.model.tie_embeddings
-        blocks, replicated = _find(name, shard, first_layer=first_layer)
-        layout = ParameterLayout(name, tuple(parameter.shape), blocks, replicated=replicated, tied_copy=tied_copy)
-        _check_covered(layout)
-        layouts[name] = layout
+        layouts[name] = _layout(name, tuple(parameter.shape), shard, layers)
+        _check_covered(layouts[name])
     return layouts
+
+
+def stage_layouts(config: RunConfig, *, tp_rank: int, pp_rank: int) -> dict[str, ParameterLayout]:
+    """What `parameter_layouts` gives on a rank, in the model's order, without a model and without processes."""
+    shard = _Shard(config.model, tp_rank, config.parallel.tensor)
+    layers = stage_layers(config, pp_rank)
+    layouts = {}
+    for name in _parameter_names(config, layers=len(layers), pp_rank=pp_rank):
+        layout = _layout(name, (), shard, layers)
+        layouts[name] = replace(layout, shape=_stored_shape(layout, shard))
+    return layouts
+
+
+def _parameter_names(config: RunConfig, *, layers: int, pp_rank: int) -> Iterator[str]:
+    """Names of a stage's parameters, in the model's order: that of the tables."""
+    model, fusion = config.model, config.feedback.fusion
+    first, last = pp_rank == 0, pp_rank == config.parallel.pipeline - 1
+    if first:
+        yield "embedding.weight"
+        if model.embedding_norm or fusion != "none":
+            yield "embedding_norm.weight"
+        yield from (f"fusion.{matrix}.weight" for matrix in _FUSION_MATRICES[fusion])
+    absent = {
+        "self_attention.gate.weight": not model.attention_gate,
+        "self_attention.q_layernorm.weight": not model.qk_norm,
+        "self_attention.k_layernorm.weight": not model.qk_norm,
+        "self_attn_bda.norm.weight": not model.post_norm,
+        "mlp_bda.norm.weight": not model.post_norm,
+    }
+    for layer in range(layers):
+        yield from (f"stack.layers.{layer}.{name}" for name in _LAYER_TABLE if not absent.get(name, False))
+    if last:
+        yield "stack.final_layernorm.weight"
+        if not (model.tie_embeddings and first):
+            yield "head.weight"
+
+
+def _stored_shape(layout: ParameterLayout, shard: _Shard) -> tuple[int, ...]:
+    """Shape of the parameter: what its blocks span, for a vocabulary its padding as well."""
+    tensor = layout.tensors[0]
+    if tensor.kind is ParamKind.VECTOR:
+        return tensor.shape
+    if tensor.kind in (ParamKind.EMBEDDING, ParamKind.HEAD):
+        return shard.stored_vocabulary, tensor.cols
+    stored = [block.stored for _, blocks in layout.blocks for block in blocks]
+    return max(rect.row + rect.rows for rect in stored), max(rect.col + rect.cols for rect in stored)
 
 
 @dataclass(frozen=True)
@@ -51,9 +103,13 @@ class _Shard:
     """Builds the blocks of one tensor-parallel rank."""
 
     model: ModelConfig
-    fusion: str
     tp_rank: int
     tp_size: int
+
+    @property
+    def stored_vocabulary(self) -> int:
+        """Rows of embedding or head on this rank, padding included."""
+        return padded_vocab_size(self.model.vocab_size, tp_size=self.tp_size) // self.tp_size
 
     def vector(self, name: str, size: int, *, feedback: bool = False) -> _Blocks:
         tensor = LogicalTensor(name, (size,), ParamKind.VECTOR, feedback)
@@ -73,8 +129,7 @@ class _Shard:
 
     def vocabulary(self, name: str, kind: ParamKind) -> _Blocks:
         """Vocabulary divided with its padding; the padding is in no block."""
-        vocab_size, hidden = self.model.vocab_size, self.model.hidden_size
-        stored = padded_vocab_size(vocab_size, tp_size=self.tp_size) // self.tp_size
+        vocab_size, hidden, stored = self.model.vocab_size, self.model.hidden_size, self.stored_vocabulary
         first = self.tp_rank * stored
         rows = min(max(vocab_size - first, 0), stored)
         blocks = (Block(Rect(0, 0, rows, hidden), first, 0),) if rows else ()
@@ -140,18 +195,18 @@ def _mlp_down(shard: _Shard, layer: str) -> _Blocks:
 
 _LAYER_TABLE: dict[str, _Builder] = {
     "input_layernorm.weight": _layer_norm("attention_norm"),
+    "self_attention.linear_proj.weight": _attention_output,
     "self_attention.linear_qkv.weight": lambda shard, layer: shard.query_key_value(layer),
-    "self_attention.gate.weight": _attention_gate,
     "self_attention.q_layernorm.weight": _head_norm("q_norm"),
     "self_attention.k_layernorm.weight": _head_norm("k_norm"),
-    "self_attention.linear_proj.weight": _attention_output,
+    "self_attention.gate.weight": _attention_gate,
     "self_attn_bda.norm.weight": _layer_norm("attention_post_norm"),
     "pre_mlp_layernorm.weight": _layer_norm("mlp_norm"),
     "mlp.linear_fc1.weight": lambda shard, layer: shard.gate_up(layer),
     "mlp.linear_fc2.weight": _mlp_down,
     "mlp_bda.norm.weight": _layer_norm("mlp_post_norm"),
 }
-"""Parameters of a layer: name inside the layer -> blocks of the layer's logical tensors."""
+"""Parameters of a layer, in the model's order: name inside the layer -> blocks of the layer's logical tensors."""
 
 
 def _embedding(shard: _Shard, name: str) -> _Blocks:
@@ -186,20 +241,29 @@ _TABLE: dict[str, _Builder] = {
 }
 """All other parameters, by their whole name."""
 
+_FUSION_MATRICES = {"none": (), "glu": ("w_u", "w_g"), "concat": ("w",), "add": ("w_u", "w_e")}
+"""Matrices of each fusion, in the model's order."""
+
 _LAYER_NAME = re.compile(r"stack\.layers\.(\d+)\.(.+)")
 
 
-def _find(name: str, shard: _Shard, *, first_layer: int) -> tuple[_Blocks, bool]:
-    """Blocks of a parameter, and whether every tensor-parallel rank holds the same (vectors do)."""
+def _layout(name: str, shape: tuple[int, ...], shard: _Shard, layers: range) -> ParameterLayout:
+    """Layout of the parameter `name` of a stage with these layers."""
     match = _LAYER_NAME.fullmatch(name)
     if match:
-        builder, argument = _LAYER_TABLE.get(match[2]), f"layers.{first_layer + int(match[1])}"
+        builder, argument = _LAYER_TABLE.get(match[2]), f"layers.{layers[int(match[1])]}"
     else:
         builder, argument = _TABLE.get(name), name
     if builder is None:
         raise ValueError(f"parameter {name} is not in the tables of {__name__}: say what it holds there.")
     blocks = builder(shard, argument)
-    return blocks, all(tensor.kind is ParamKind.VECTOR for tensor, _ in blocks)
+    return ParameterLayout(
+        name,
+        shape,
+        blocks,
+        replicated=all(tensor.kind is ParamKind.VECTOR for tensor, _ in blocks),
+        tied_copy=name == "head.weight" and shard.model.tie_embeddings,
+    )
 
 
 def _check_covered(layout: ParameterLayout) -> None:

@@ -191,15 +191,18 @@ class NorMuonAdam(torch.optim.Optimizer):
             if settings.uses_feedback or not span.feedback:
                 yield span
 
-    def state_tensors(self) -> Iterator[StateTensor]:
+    def state_tensors(self, *, tied_copies: bool = True) -> Iterator[StateTensor]:
         """All state of this rank by logical tensor, for checkpoints that do not depend on the layout.
 
-        Several ranks may hold the same rectangle: tensor-parallel ranks of a replicated parameter, stages with a tied
-        embedding, data-parallel replicas without ZeRO. A `row_moment` is a vector with the name of its matrix, on the
+        Several ranks may hold the same rectangle: tensor-parallel ranks of a replicated parameter, data-parallel
+        replicas without ZeRO. The stages with a tied embedding hold it twice, cut differently; without `tied_copies`
+        the last stage leaves its own out. A `row_moment` is a vector with the name of its matrix, on the
         owner's rank alone.
         """
         for rule, fragments in self._fragments.items():
             for part in fragments:
+                if part.fragment.layout.tied_copy and not tied_copies:
+                    continue
                 for name in STATE_NAMES[rule]:
                     yield from _by_tensor(name, part.fragment, part.of(self.state[part.param][name]))
         for matrix, row_moment in self.exchange.row_moments():

@@ -16,7 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fbt_megatron.optim.newton_schulz import orthogonalize_flops
-from fbt_megatron.parallel.logical_tensor import Fragment, LogicalTensor, Piece, pieces_of
+from fbt_megatron.parallel.logical_tensor import Fragment, LogicalTensor, ParameterLayout, Piece, pieces_of
+
+_ZERO_ALIGNMENT = 2
+"""Numbers to whose multiple DeepSpeed pads each partition."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,29 @@ class RankFragments:
 
     dp_rank: int
     fragments: tuple[Fragment, ...]
+
+
+def zero_fragments(layouts: Sequence[ParameterLayout], *, dp_rank: int, dp_size: int) -> tuple[Fragment, ...]:
+    """The fragments of a parameter group that ZeRO-1 gives to a data-parallel rank.
+
+    `layouts` are the group's parameters in the order of the model. DeepSpeed lays them end to end, pads the end to a
+    multiple of 2 x `dp_size` numbers, and cuts the whole into equal parts.
+    """
+    total = sum(layout.numel for layout in layouts)
+    part = _ZERO_ALIGNMENT * -(-total // (_ZERO_ALIGNMENT * dp_size))
+    first, last = dp_rank * part, (dp_rank + 1) * part
+    fragments, offset = [], 0
+    for layout in layouts:
+        start, stop = max(first, offset), min(last, offset + layout.numel)
+        if start < stop:
+            fragments.append(Fragment(layout, start - offset, stop - offset, offset=start - first))
+        offset += layout.numel
+    return tuple(fragments)
+
+
+def whole_fragments(layouts: Sequence[ParameterLayout]) -> tuple[Fragment, ...]:
+    """Without ZeRO a rank holds the optimizer state of all that it stores."""
+    return tuple(Fragment(layout, 0, layout.numel, offset=0) for layout in layouts)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def max_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Ten
     return largest
 
 
+def broadcast_in(values: Tensor, *, group: dist.ProcessGroup) -> None:
+    """Overwrite `values` with those of the first rank of a group."""
+    dist.broadcast(values, group=group, group_src=0)
+
+
 def any_rank_true(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """True on every rank where `flag` is true on at least one."""
     return bool(max_across(torch.tensor(float(flag), device=device), group=group))

@@ -8,7 +8,7 @@ the trackers of CUDA generators have nothing to keep here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from megatron.core import package_info, tensor_parallel
 from megatron.core.tensor_parallel import random as mcore_random
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from fbt_megatron.errors import TopologyError
 
@@ -33,6 +34,11 @@ def prepare_megatron_core(*, seed: int) -> None:
         return
     for module, name, replacement in _cpu_replacements():
         setattr(module, name, replacement)
+
+
+def on_cpu_without_gpu() -> contextlib.AbstractContextManager[object]:
+    """While megatron-core's schedules run without a GPU: what they make on "cuda" is made on the CPU."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaToCpu()
 
 
 def check_mcore_version(version: tuple[Any, ...]) -> None:
@@ -54,6 +60,20 @@ def _cpu_replacements() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
         (mcore_random, "_set_cuda_rng_state", _set_cpu_rng_state),
         (tensor_parallel, "get_cuda_rng_tracker", _StatelessTracker),
     ]
+
+
+class _CudaToCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _cpu_device()
+        return func(*args, **kwargs)
 
 
 class _StatelessTracker:

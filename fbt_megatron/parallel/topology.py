@@ -17,8 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fbt_megatron.config.schema import ParallelConfig
 from fbt_megatron.errors import TopologyError
-
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+from fbt_megatron.parallel.launcher import Launch, find_launch
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class ParallelTopology:
     world_size: int
     rank: int
     local_rank: int
+    """Number of this process on its node; on a GPU the number of the GPU among those that the process sees."""
     tp_size: int
     pp_size: int
     dp_size: int
@@ -51,26 +51,45 @@ class ParallelTopology:
         return self.pp_rank == self.pp_size - 1
 
 
-def init_distributed(*, timeout_seconds: float = 1800.0) -> None:
-    """Start torch.distributed from torchrun's environment, or alone when there is none.
+def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = 1800.0) -> None:
+    """Start torch.distributed among the processes of a launch (default: the one that the environment tells of).
 
-    Raises TopologyError when only part of torchrun's variables is set.
+    Raises TopologyError when only part of a launcher's variables is set, when this node has fewer GPUs than processes,
+    or when the processes do not find each other.
     """
+    launch = launch or find_launch(os.environ)
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    present = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
-    if not present:
+    device = _device_of(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if launch.launcher == "none":
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    elif len(present) == len(_TORCHRUN_VARIABLES):
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        missing = ", ".join(sorted(set(_TORCHRUN_VARIABLES) - set(present)))
-        raise TopologyError(
-            f"The environment has {', '.join(present)} but not {missing}. "
-            "Start with torchrun, or unset them to run one process."
+        return
+    # torchrun's agent may already serve the meeting point, which only env:// knows.
+    where = "env://" if launch.launcher == "torchrun" else f"tcp://{launch.address}:{launch.port}"
+    try:
+        dist.init_process_group(
+            backend, init_method=where, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise TopologyError(
+            f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port}: "
+            f"{str(error).splitlines()[0]} Check that rank 0 runs on that host, or set MASTER_ADDR and MASTER_PORT."
+        ) from error
+
+
+def _device_of(launch: Launch) -> torch.device:
+    """The GPU of this process, or the CPU where there is none. A launcher may show each process its own GPU only."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible > 1 and launch.local_rank >= visible:
+        raise TopologyError(
+            f"process {launch.local_rank} of this node (counted from 0) finds {visible} GPUs: start at most one "
+            "process per GPU."
+        )
+    return torch.device("cuda", launch.local_rank if visible > 1 else 0)
 
 
 def build_topology(parallel: ParallelConfig) -> ParallelTopology:
@@ -87,18 +106,19 @@ def build_topology(parallel: ParallelConfig) -> ParallelTopology:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline, create_gloo_process_groups=False)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    launch = find_launch(os.environ)
+    device = _device_of(launch)
     return ParallelTopology(
         world_size=world_size,
         rank=dist.get_rank(),
-        local_rank=local_rank,
+        local_rank=launch.local_rank if device.index is None else device.index,
         tp_size=parallel.tensor,
         pp_size=parallel.pipeline,
         dp_size=world_size // model_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        device=torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu"),
+        device=device,
         pg=ProcessGroupCollection.use_mpu_process_groups(),
         tp_dp_group=parallel_state.get_tensor_and_data_parallel_group(),
     )

@@ -16,7 +16,7 @@ from fbt_megatron.model.kernels import Kernels
 from fbt_megatron.model.layout import parameter_layouts
 from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.optim.param_groups import ADAM, NORMUON, format_groups, list_groups
-from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, gather_objects
+from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, broadcast_object, gather_objects
 from fbt_megatron.parallel.logical_tensor import ParameterLayout
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.planner import count_parameters
@@ -25,6 +25,7 @@ from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
 from fbt_megatron.training.resume import check_same_run, find_start
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
+from fbt_megatron.training.shared_batches import reads_data
 from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
 from fbt_megatron.training.trainer import RunParts, Trainer
 
@@ -65,20 +66,27 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         )
         agree_on_rank_zero(metrics.open)
         try:
-            parts = RunParts(model, engine, loader, validation, checkpoints, metrics, console, schedule)
+            token_bytes = broadcast_object(None if validation is None else validation.token_bytes)
+            parts = RunParts(model, engine, loader, validation, token_bytes, checkpoints, metrics, console, schedule)
             yield Trainer(config, topology, parts, counters)
         finally:
-            loader.close()
+            if loader is not None:
+                loader.close()
             metrics.close()
 
 
 def _open_data(
     config: RunConfig, topology: ParallelTopology, manifest: Manifest | None
-) -> tuple[TrainLoader, ValidationLoader | None]:
+) -> tuple[TrainLoader | None, ValidationLoader | None]:
+    """The loaders of the rank that reads for its data-parallel replica; None on the others."""
+    reads = reads_data(topology)
     state = None if manifest is None else manifest.state["data"]
     rank, size = topology.dp_rank, topology.dp_size
-    loader = agree_on_errors(lambda: build_train_loader(config, dp_rank=rank, dp_size=size, state=state))
-    return loader, agree_on_errors(lambda: build_validation_loader(config, dp_rank=rank, dp_size=size))
+    loader = agree_on_errors(
+        lambda: build_train_loader(config, dp_rank=rank, dp_size=size, state=state) if reads else None
+    )
+    validation = agree_on_errors(lambda: build_validation_loader(config, dp_rank=rank, dp_size=size) if reads else None)
+    return loader, validation
 
 
 def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: Console) -> Counters:

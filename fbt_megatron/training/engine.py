@@ -29,11 +29,18 @@ from fbt_megatron.model.kernels import select_kernels
 from fbt_megatron.optim.fused_adam import adam_with
 from fbt_megatron.optim.optimizer import NorMuonAdam, StepSettings
 from fbt_megatron.optim.param_groups import split_parameters
-from fbt_megatron.parallel.collectives import agree_on_errors, max_across
+from fbt_megatron.parallel.collectives import agree_on_errors, any_rank_true, max_across
 from fbt_megatron.parallel.logical_tensor import Fragment, ParameterLayout
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.deepspeed_config import ModelParallelUnit, deepspeed_config
-from fbt_megatron.training.gradients import accumulated_gradient, all_finite, average_across, clip, global_norm
+from fbt_megatron.training.gradients import (
+    accumulated_gradient,
+    all_finite,
+    average_across,
+    clip,
+    global_norm,
+    sum_partial_gradients,
+)
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -88,8 +95,15 @@ class TrainEngine:
         Raises RuntimeError where a parameter that the step uses has no gradient, or where the first steps have a norm
         of zero: training would go on without learning.
         """
-        gradients, missing = self._used_gradients(settings)
-        if not self._agree_usable(gradients, missing):
+        gradients = self._used_gradients(settings)
+        sum_partial_gradients(
+            gradients,
+            self._parameters,
+            self.layouts,
+            tie_embeddings=self._config.model.tie_embeddings,
+            topology=self._topology,
+        )
+        if any_rank_true(not all_finite(list(gradients.values())), device=self._topology.device):
             self.zero_grad()
             return StepResult(grad_norm=None, skipped=True)
         self.optimizer.prepare(settings)
@@ -129,8 +143,11 @@ class TrainEngine:
                 flat = weights[fragment.layout.name].reshape(-1)
                 master.copy_(flat[fragment.start : fragment.stop])
 
-    def _used_gradients(self, settings: StepSettings) -> tuple[dict[str, Tensor], list[str]]:
-        """Accumulated gradients of the parameters that the step uses, by name, and the names that have none."""
+    def _used_gradients(self, settings: StepSettings) -> dict[str, Tensor]:
+        """Accumulated gradients of the parameters that the step uses, by name; raises on every rank where one has none.
+
+        One rank that went its own way would leave the others waiting in the next sum.
+        """
         gradients, missing = {}, []
         for name, parameter in self._parameters.items():
             if settings.uses_feedback or not self.layouts[name].feedback:
@@ -139,20 +156,11 @@ class TrainEngine:
                     missing.append(name)
                 else:
                     gradients[name] = gradient
-        return gradients, missing
-
-    def _agree_usable(self, gradients: Mapping[str, Tensor], missing: list[str]) -> bool:
-        """True on every rank where all gradients of all ranks are finite; raises on every rank where one is missing.
-
-        One rank that went its own way would leave the others waiting in the reduction.
-        """
-        not_finite = not all_finite(list(gradients.values()))
-        status = torch.tensor([len(missing), not_finite], dtype=torch.float32, device=self._topology.device)
-        most_missing, any_not_finite = max_across(status).tolist()
+        most_missing = int(max_across(torch.tensor(float(len(missing)), device=self._topology.device)))
         if most_missing:
-            names = ", ".join(missing) or f"{most_missing:.0f} on another rank"
+            names = ", ".join(missing) or f"{most_missing} on another rank"
             raise RuntimeError(f"no gradient reached parameters that this step uses: {names}")
-        return not any_not_finite
+        return gradients
 
     def _apply_with_zero(self) -> float | None:
         """DeepSpeed reduces, takes the norm over all ranks, clips, steps and gathers. None: the norm overflowed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fbt_megatron.parallel.collectives import sum_across
+from fbt_megatron.parallel.logical_tensor import ParameterLayout, ParamKind
+from fbt_megatron.parallel.topology import ParallelTopology
 
 
 def accumulated_gradient(parameter: Parameter) -> Tensor | None:
@@ -20,6 +22,38 @@ def accumulated_gradient(parameter: Parameter) -> Tensor | None:
     """
     high_precision = getattr(parameter, "_hp_grad", None)
     return parameter.grad if high_precision is None else high_precision
+
+
+def sum_partial_gradients(
+    gradients: Mapping[str, Tensor],
+    parameters: Mapping[str, Parameter],
+    layouts: Mapping[str, ParameterLayout],
+    *,
+    tie_embeddings: bool,
+    topology: ParallelTopology,
+) -> None:
+    """Complete, in place, gradients of which other ranks of this data-parallel replica hold a part; all ranks call it.
+
+    All three mappings are by parameter name. A parameter marked `sequence_parallel` (see `model/norm.py`) has seen the
+    tokens or heads of its tensor-parallel rank alone. An embedding that is tied over a pipeline has two copies: the
+    first stage has the gradient of the input, the last one that of the head. This comes before the reduction over data
+    parallel, which cuts the two copies in different places.
+    """
+    if topology.tp_size > 1:
+        partial = [g for name, g in gradients.items() if getattr(parameters[name], "sequence_parallel", False)]
+        if partial:
+            _sum_together(partial, group=topology.pg.tp)
+    if topology.pp_size > 1 and tie_embeddings and (topology.is_first_stage or topology.is_last_stage):
+        for name, gradient in gradients.items():
+            if layouts[name].tensors[0].kind is ParamKind.EMBEDDING:
+                dist.all_reduce(gradient, group=topology.pg.embd)
+
+
+def _sum_together(gradients: Sequence[Tensor], *, group: dist.ProcessGroup) -> None:
+    """Sum each of many small gradients over a group, in one message."""
+    total = sum_across(torch.cat([gradient.reshape(-1) for gradient in gradients]), group=group)
+    for gradient, summed in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
 
 
 def all_finite(gradients: Sequence[Tensor]) -> bool:

@@ -38,8 +38,12 @@ class Counters:
 
 
 def shards_of(engine: TrainEngine) -> dict[str, LogicalShards]:
-    """Views of this rank's part of the weights and of all optimizer state, by canonical name; reading them saves."""
-    return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine)
+    """Views of this rank's part of the weights and of all optimizer state, by canonical name; reading them saves.
+
+    The last stage's copy of a tied embedding is left out: ZeRO cuts it in other places than the first stage's, and a
+    checkpoint holds every element once.
+    """
+    return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine, tied_copies=False)
 
 
 def load_tensors(path: Path, engine: TrainEngine) -> None:
@@ -54,7 +58,7 @@ def load_tensors(path: Path, engine: TrainEngine) -> None:
         for name, layout in engine.layouts.items()
         for piece in pieces_of(layout)
     ]
-    load_shards(path, _group(parts, prefix="weights") | _optimizer_shards(engine))
+    load_shards(path, _group(parts, prefix="weights") | _optimizer_shards(engine, tied_copies=True))
     engine.load_weights(buffers)
 
 
@@ -67,13 +71,14 @@ def _master_parts(engine: TrainEngine) -> list[tuple[LogicalTensor, Rect, Tensor
     return [
         (piece.tensor, piece.place, piece.view(flat))
         for fragment, flat in engine.master_fragments()
+        if not fragment.layout.tied_copy
         for piece in pieces_of(fragment.layout, start=fragment.start, stop=fragment.stop)
     ]
 
 
-def _optimizer_shards(engine: TrainEngine) -> dict[str, LogicalShards]:
+def _optimizer_shards(engine: TrainEngine, *, tied_copies: bool) -> dict[str, LogicalShards]:
     shards = {}
-    for state, tensor, pieces in engine.optimizer.state_tensors():
+    for state, tensor, pieces in engine.optimizer.state_tensors(tied_copies=tied_copies):
         shards[f"optimizer/{state}/{tensor.name}"] = LogicalShards(tensor.shape, pieces)
     return shards
 

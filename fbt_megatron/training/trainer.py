@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
@@ -37,17 +38,19 @@ from fbt_megatron.training.engine import StepResult, TrainEngine
 from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
 from fbt_megatron.training.resilience import StopSignal, check_skips
+from fbt_megatron.training.shared_batches import share_batches
 from fbt_megatron.training.train_state import Counters, shards_of, software_versions
 
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a trainer drives; built by `build.open_trainer`."""
+    """What a trainer drives; built by `build.open_trainer`. The ranks that do not read have no loaders."""
 
     model: FBTModel
     engine: TrainEngine
-    loader: TrainLoader
+    loader: TrainLoader | None
     validation: ValidationLoader | None
+    token_bytes: Tensor | None
     checkpoints: CheckpointManager
     metrics: MetricsLogger
     console: Console
@@ -65,6 +68,7 @@ class Trainer:
         self.engine = parts.engine
         self.loader = parts.loader
         self.validation = parts.validation
+        self.token_bytes = parts.token_bytes
         self.checkpoints = parts.checkpoints
         self.metrics = parts.metrics
         self.console = parts.console
@@ -148,16 +152,18 @@ class Trainer:
 
     def validate(self) -> None:
         """Evaluate all trained passes and `evaluation.extra_passes` more on the validation data, and log it."""
-        if self.validation is None:
+        if self.config.data.validation is None:
             return
         num_passes = self.config.feedback.max_passes + self.config.evaluation.extra_passes
-        validation = self.validation
-        batches = agree_on_errors(lambda: [batch for step in validation for batch in step])
+        read = agree_on_errors(lambda: [] if self.validation is None else list(self.validation))
+        batches = [self._share(read[index] if read else []) for index in range(self.config.evaluation.batches)]
         self.model.eval()
         result = evaluate(
-            lambda batch: forward_only(self.model, batch, num_passes=num_passes, topology=self.topology),
+            lambda micro_batches: forward_only(
+                self.model, micro_batches, num_passes=num_passes, topology=self.topology
+            ),
             batches,
-            token_bytes=self.validation.token_bytes,
+            token_bytes=self.token_bytes,
             group=self.topology.pg.dp,
         )
         self.model.train()
@@ -171,10 +177,11 @@ class Trainer:
         """Save a checkpoint of the current step, unless it is saved already."""
         if self._saved_step == self.counters.step:
             return
+        cursors = gather_objects(None if self.loader is None else self.loader.state_dict())
         state = {
             "counters": self.counters.as_dict(),
             "optimizer": self.engine.optimizer.counters(),
-            "data": merge_loader_states(gather_objects(self.loader.state_dict(), group=self.topology.pg.dp)),
+            "data": merge_loader_states([cursor for cursor in cursors if cursor is not None]),
         }
         manifest = Manifest(self.counters.step, state, format_config(self.config), software_versions(), files={})
         self.metrics.flush()
@@ -185,21 +192,24 @@ class Trainer:
         self._timer.lap()
 
     def _next_batches(self) -> tuple[list[TrainBatch], int]:
-        """This rank's micro-batches of the next step, and the number of trained tokens of all ranks' together.
+        """This replica's micro-batches of the next step, and the number of trained tokens of all replicas' together.
 
         The number is never 0: a row has more tokens than it can have document ends. Raises DataError on all ranks.
         """
         batches: list[TrainBatch] = []
         error: DataError | None = None
         try:
-            batches = self.loader.next_step()
+            batches = [] if self.loader is None else self.loader.next_step()
         except DataError as caught:
             error = caught
         own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None)])
         total, failures = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
-        return batches, total // (self.topology.tp_size * self.topology.pp_size)
+        return self._share(batches), total
+
+    def _share(self, batches: list[TrainBatch]) -> list[TrainBatch]:
+        return share_batches(batches, self.config, self.topology)
 
     def _advance(self, step: int, result: StepResult) -> None:
         self.counters.step = step
@@ -228,7 +238,7 @@ class Trainer:
             lr_adam=settings.lr_adam,
             weight_decay=settings.weight_decay_normuon,
             skipped_steps=self.counters.skipped_steps,
-            epoch=int(max_across(torch.tensor(self.loader.epoch, device=self.topology.device))),
+            epoch=int(max_across(torch.tensor(self.loader.epoch if self.loader else 0, device=self.topology.device))),
             step_seconds=self._timer.lap(),
             step_tokens=self._step_tokens,
         )

@@ -17,6 +17,10 @@ SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 RANGES = {
     "pass_cost": {"2 passes / 1 pass, memory": (1.5, 2.5), "3 passes / 1 pass, memory": (2.5, 3.5)},
+    "recompute_memory": {
+        "none, 3 passes / 1 pass": (2.5, 3.5),
+        "full, 3 passes less 2 states / 1 pass": (1.0, 1.3),
+    },
     "optimizer_cost": {"AdamW, share of the step": (0.0, 1.0), "NorMuon+Adam, share of the step": (0.0, 1.0)},
     "loader_throughput": {
         "loader, 0 workers / training step": (1.0, 1e6),

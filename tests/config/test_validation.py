@@ -54,9 +54,12 @@ def test_the_base_of_these_tests_is_valid():
             {"feedback__schedule": (SchedulePhase(700), SchedulePhase(0.7), SchedulePhase(1.0))},
             "feedback.schedule[1].until=0.7: the phase ends at step 700, but the one before it at step 700",
         ),
-        ({"parallel__tensor": 2}, "parallel.tensor=2: not available in this version. Set tensor: 1."),
-        ({"parallel__pipeline": 2}, "parallel.pipeline=2: not available in this version. Set pipeline: 1."),
-        ({"parallel__recompute": "full"}, "parallel.recompute=full: not available in this version."),
+        ({"parallel__tensor": 2, "model__num_query_groups": 1}, "model.num_query_groups=1: must be a multiple of"),
+        ({"parallel__tensor": 8, "model__num_attention_heads": 8}, "model.num_query_groups=4: must be a multiple of"),
+        ({"parallel__pipeline": 3}, "model.num_layers=4: must be a multiple of parallel.pipeline (3)"),
+        ({"parallel__pipeline": 4, "train__global_batch_size": 4, "data__streams": 4}, "needs at least 4 to keep"),
+        ({"parallel__sequence": True}, "parallel.sequence=true: divides activations over tensor-parallel ranks, but"),
+        ({"checkpoint__async_": True}, "checkpoint.async=true: not available in this version. Set async: false."),
         ({"optimizer__grad_clip": -1.0}, "optimizer.grad_clip=-1.0: must not be negative."),
         ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be greater than 0."),
@@ -65,12 +68,6 @@ def test_the_base_of_these_tests_is_valid():
 def test_each_broken_rule_is_one_problem(changes, expected):
     (problem,) = problems_of(config_with(**changes))
     assert expected in problem
-
-
-def test_sequence_parallelism_is_refused_and_explained():
-    problems = problems_of(config_with(parallel__sequence=True))
-    assert problems[0] == "parallel.sequence=true: not available in this version. Set sequence: false."
-    assert "parallel.tensor is 1" in problems[1]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +79,13 @@ def test_sequence_parallelism_is_refused_and_explained():
         {"feedback__schedule": (SchedulePhase(0.7), SchedulePhase(701), SchedulePhase(1000))},
         {"parallel__zero_stage": 0, "parallel__precision": "fp32"},
         {"data__streams": 16},
+        {"parallel__tensor": 2},
+        {"parallel__tensor": 4, "parallel__sequence": True},
+        {"parallel__pipeline": 4},
+        {"parallel__tensor": 2, "parallel__pipeline": 2, "parallel__recompute": "full"},
+        {"parallel__pipeline": 2, "parallel__pipeline_layers": (1, 3)},
+        {"parallel__recompute": "selective"},
+        {"parallel__recompute": "full"},
     ],
 )
 def test_the_edge_of_each_rule_is_allowed(changes):
@@ -93,6 +97,28 @@ def test_the_edge_of_each_rule_is_allowed(changes):
     [
         (pipeline_divides_layers, {"parallel__pipeline": 3}, ["model.num_layers=4: must"]),
         (pipeline_divides_layers, {"parallel__pipeline": 4}, []),
+        (pipeline_divides_layers, {"parallel__pipeline": 3, "parallel__pipeline_layers": (1, 2, 1)}, []),
+        (pipeline_divides_layers, {"parallel__pipeline_layers": (4,)}, []),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 3, "parallel__pipeline_layers": (1, 3)},
+            ["parallel.pipeline_layers=[1, 3]: has 2 entries, but parallel.pipeline is 3."],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 2, "parallel__pipeline_layers": (1, 2)},
+            ["parallel.pipeline_layers=[1, 2]: adds up to 3, but model.num_layers is 4."],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline": 2, "parallel__pipeline_layers": (4, 0)},
+            ["parallel.pipeline_layers=[4, 0]: every stage needs at least one layer"],
+        ),
+        (
+            pipeline_divides_layers,
+            {"parallel__pipeline_layers": ()},
+            ["parallel.pipeline_layers=[]: has 0 entries", "parallel.pipeline_layers=[]: every stage needs"],
+        ),
         (tensor_divides_model, {"parallel__tensor": 8}, ["model.num_attention_heads=4", "model.num_query_groups=4"]),
         (
             tensor_divides_model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -82,8 +83,8 @@ def rows() -> list[Row]:
 def run(model: FBTModel, topology: ParallelTopology, batches: list[TrainBatch], **options: object) -> EvaluationResult:
     settings = {"token_bytes": TOKEN_BYTES, "num_passes": NUM_PASSES} | options
     return evaluate(
-        lambda batch: forward_only(model, batch, num_passes=settings["num_passes"], topology=topology),
-        batches,
+        lambda batches: forward_only(model, batches, num_passes=settings["num_passes"], topology=topology),
+        [batches],
         token_bytes=settings["token_bytes"],
         group=topology.pg.dp,
     )
@@ -135,15 +136,15 @@ COUNTS, NATS = {0: (3, 2), 1: (1, 0)}, {0: 10.0, 1: 2.0}
 
 
 def _pooled(rank: int) -> EvaluationResult:
-    def forward(batch: TrainBatch) -> PassSums:
-        total = NATS[rank] * batch.num_trained_tokens
+    def forward(micro_batches: Sequence[TrainBatch]) -> PassSums:
+        total = NATS[rank] * sum(batch.num_trained_tokens for batch in micro_batches)
         return PassSums(torch.tensor([total, total / 2]).double(), torch.tensor([total / 4]).double())
 
     batches = []
     for count in COUNTS[rank]:
         labels = torch.full((1, 4), IGNORE_INDEX)
         labels[0, :count] = 3
-        batches.append(TrainBatch(labels, labels, labels, labels, labels[:, 0]))
+        batches.append([TrainBatch(labels, labels, labels, labels, labels[:, 0])])
     return evaluate(forward, batches, token_bytes=torch.tensor([9, 9, 9, 2]), group=dist.group.WORLD)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from fbt_megatron.config.schema import FeedbackConfig, ModelConfig, ParallelConfig, RunConfig
@@ -156,7 +157,7 @@ def test_parameters_of_the_paper_model(topology: ParallelTopology) -> None:
 
 
 def _gradients_at_tp2(rank: int) -> list[tuple[float, list[Part], list[Part]]]:
-    """Loss sum of two passes, weights and gradients; plain, sequence parallel, and that with recomputation."""
+    """Loss sum of two passes, weights and gradients, in each of `_tp2_layouts`."""
     results = []
     rows = random_rows(torch.Generator().manual_seed(11), [5, 1, 6, 2], [14])
     for parallel in _tp2_layouts():
@@ -176,8 +177,10 @@ def _gradients_at_tp2(rank: int) -> list[tuple[float, list[Part], list[Part]]]:
 
 
 def _tp2_layouts() -> list[ParallelConfig]:
+    """Tensor parallel, with sequence parallelism, and with both kinds of recomputation."""
     plain = ParallelConfig(tensor=2, precision="fp32")
-    return [plain, replace(plain, sequence=True), replace(plain, sequence=True, recompute="full")]
+    sequence = replace(plain, sequence=True)
+    return [plain, sequence, replace(sequence, recompute="full"), replace(plain, recompute="selective")]
 
 
 @pytest.mark.distributed
@@ -201,41 +204,67 @@ def test_two_tensor_parallel_ranks_are_one_model(topology: ParallelTopology) -> 
             assert difference < 1e-5, f"{name}: {difference:.2e}"
 
 
-def _stages_at_tp2_pp2(rank: int) -> list[tuple[float | None, list[Part]]]:
-    """Three passes over the two stages, handed on by hand; tied and untied."""
-    parallel = ParallelConfig(tensor=2, pipeline=2, precision="fp32")
-    topology = build_topology(parallel)
-    peer = (rank + 2) % 4
+WINDOWS = {"sliding_window": 3, "full_attention_every": 2}
+"""Layers differ by their number in the whole model: one that is counted wrongly attends to other tokens."""
+
+STAGES: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"tensor": 2, "pipeline": 2}, {"num_layers": 2}),
+    ({"tensor": 2, "pipeline": 2}, PLAIN_EMBEDDING),
+    ({"pipeline": 2, "pipeline_layers": (2, 1)}, WINDOWS),
+    ({"pipeline": 4, "pipeline_layers": (1, 2, 1, 1)}, {"num_layers": 5, **WINDOWS}),
+    ({"tensor": 4}, {"num_query_groups": 4, **WINDOWS}),
+    ({"tensor": 2}, {}),
+]
+"""Layouts of four ranks and changes of the model."""
+
+
+def _passes_over_stages(rank: int) -> list[tuple[float | None, list[Part]]]:
+    """Loss of the last of three passes, where this rank has it, and weights; hidden states are handed on by hand."""
     results = []
-    for options in ({"num_layers": 2}, PLAIN_EMBEDDING):
+    for layout, options in STAGES:
+        parallel = ParallelConfig(precision="fp32", **layout)
+        topology = build_topology(parallel)
         config = tiny_config(parallel=parallel, **options)
         model = build_model(config, topology)
         batch = batch_of(model, random_rows(torch.Generator().manual_seed(11), [5, 1, 6, 2], [14]))
-        hidden = torch.empty(14, 2, config.model.hidden_size)
-        loss = None
+        stages = dist.get_process_group_ranks(topology.pg.pp)
+        before, after = (stages[(topology.pp_rank + step) % len(stages)] for step in (-1, 1))
+        loss, hidden = None, torch.empty(14, 2, config.model.hidden_size)
         for k in range(3):
-            if not topology.is_first_stage or k > 0:
-                dist.recv(hidden, peer)
+            if len(stages) > 1 and (k > 0 or not topology.is_first_stage):
+                dist.recv(hidden, before)
             with torch.no_grad():
                 output = model.forward_pass(batch, k, hidden, NOISE)
-            if topology.is_first_stage or k < 2:
-                dist.send(output.hidden, peer)
+            hidden = output.hidden
+            if len(stages) > 1 and (k < 2 or not topology.is_last_stage):
+                dist.send(hidden, after)
             loss = None if output.losses is None else float(output.losses.ce_sum)
         results.append((loss, stored_parts(model, config, topology, gradients=False)))
+        parallel_state.destroy_model_parallel()
     shutdown_distributed()
     return results
 
 
 @pytest.mark.distributed
-def test_two_stages_of_two_ranks_are_one_model(topology: ParallelTopology) -> None:
-    by_rank = run_distributed(_stages_at_tp2_pp2, 4)
-    for index, options in enumerate(({"num_layers": 2}, PLAIN_EMBEDDING)):
+def test_stages_and_shards_of_four_ranks_are_one_model(topology: ParallelTopology) -> None:
+    by_rank = run_distributed(_passes_over_stages, 4)
+    for index, (layout, options) in enumerate(STAGES):
         model = build_model(tiny_config(**options), topology)
         batch = batch_of(model, random_rows(torch.Generator().manual_seed(11), [5, 1, 6, 2], [14]))
         with torch.no_grad():
             loss = float(run_passes(model, batch, 3, NOISE)[-1].losses.ce_sum)
-        losses = [results[index][0] for results in by_rank]
-        assert losses == [None, None, pytest.approx(loss, rel=1e-6), pytest.approx(loss, rel=1e-6)]
+        first_of_last_stage = 4 - 4 // layout.get("pipeline", 1)
+        expected = [None if rank < first_of_last_stage else pytest.approx(loss, rel=1e-6) for rank in range(4)]
+        assert [results[index][0] for results in by_rank] == expected, layout
         weights, sharded = whole_tensors(model), assemble([results[index][1] for results in by_rank])
         assert sharded.keys() == weights.keys()
         assert all(torch.equal(sharded[name], weights[name]) for name in weights)
+        assert_shards_differ([results[index][1] for results in by_rank])
+
+
+def assert_shards_differ(parts_of_ranks: list[list[Part]]) -> None:
+    """No two ranks hold equal values of different parts of one matrix."""
+    seen: dict[str, dict[bytes, Rect]] = defaultdict(dict)
+    for name, shape, place, values in (part for parts in parts_of_ranks for part in parts):
+        if len(shape) == 2:
+            assert seen[name].setdefault(values.tobytes(), place) == place, name

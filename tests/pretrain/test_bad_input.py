@@ -36,9 +36,10 @@ def _refused(outcome: Outcome, status: int, *messages: str) -> None:
         (["train.global_batch_size=10"], ["train.global_batch_size (10)", "data.streams=8"]),
         (["model.num_query_groups=3"], ["model.num_query_groups=3", "num_attention_heads"]),
         (["parallel.zero_stage=0", "parallel.precision=bf16"], ["zero_stage"]),
-        (["parallel.tensor=2"], ["parallel.tensor=2"]),
-        (["parallel.pipeline=2"], ["parallel.pipeline=2"]),
-        (["parallel.recompute=full"], ["parallel.recompute=full"]),
+        (["parallel.tensor=3"], ["num_attention_heads=4", "parallel.tensor (3)"]),
+        (["parallel.pipeline=3"], ["model.num_layers=2", "parallel.pipeline (3)"]),
+        (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor is 1"]),
+        (["parallel.context=2"], ["parallel.context: unknown key"]),
         (["checkpoint.async=true"], ["checkpoint.async=true"]),
         (["feedback.schedule=[{until: 0.5, mix: {1: 1.0}}]"], ["feedback.schedule"]),
         (["train.steps=0", "model.head_dim=7"], ["2 problems", "train.steps=0", "model.head_dim=7"]),
@@ -167,13 +168,14 @@ def test_wrong_number_of_processes(config: Path, tmp_path: Path) -> None:
     assert "3" in outcome.output
 
 
-def test_data_error_on_every_rank(data: Path, tmp_path: Path) -> None:
-    """A sample that only one rank reads stops both, with the same words."""
+@pytest.mark.parametrize("layout", ["parallel.tensor=1", "parallel.pipeline=2"])
+def test_data_error_on_every_rank(data: Path, tmp_path: Path, layout: str) -> None:
+    """A sample that only one rank reads stops both, with the same words; in a pipeline one rank reads at all."""
     copy = tmp_path / "data"
     shutil.copytree(data, copy)
     _large_token_ids(copy / "train")
     config = write_config(tmp_path / "tiny.yaml", copy)
-    outcome = pretrain(config, tmp_path / "run", processes=2)
+    outcome = pretrain(config, tmp_path / "run", layout, processes=2)
     assert outcome.status != 0
     first, second = (
         next(line for line in outcome.output.splitlines() if line.startswith(f"[rank {rank}] DataError"))

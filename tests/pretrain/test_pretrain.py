@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,13 +136,35 @@ def test_finished_run_started_again_changes_nothing(
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.smoke)])
 def test_two_ranks_equal_one(config: Path, straight: tuple[Path, Outcome], tmp_path: Path, zero_stage: int) -> None:
     pretrain(config, tmp_path / "two", f"parallel.zero_stage={zero_stage}", processes=2).check()
-    one, two = records(straight[0]), records(tmp_path / "two")
-    assert len(one) == len(two)
-    for expected, found in zip(one, two, strict=True):
-        assert expected.keys() == found.keys()
-        for key, value in expected.items():
-            close = value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=1e-12)
-            assert found[key] == close, (expected["step"], key)
+    assert_same_records(records(tmp_path / "two"), records(straight[0]))
+
+
+def assert_same_records(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Every number of every step and validation agrees to 1e-4."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            same = value if isinstance(value, str) else pytest.approx(value, rel=1e-4, abs=1e-12)
+            assert ours[key] == same, (theirs.get("step"), key)
+
+
+@pytest.mark.distributed
+def test_tensor_times_pipeline_equals_one(config: Path, straight: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """One rank of four reads the data, and only the last stage has losses; all of metrics.jsonl is the same."""
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")
+    pretrain(config, tmp_path / "four", *layout, processes=4).check()
+    assert_same_records(records(tmp_path / "four"), records(straight[0]))
+
+
+@pytest.mark.distributed
+def test_resume_in_other_layouts(config: Path, straight: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """A checkpoint of a pipeline goes on in a tensor-parallel layout, and that one's in one process."""
+    run_dir = tmp_path / "run"
+    pretrain(config, run_dir, "parallel.pipeline=2", "train.stop_step=8", processes=2).check()
+    pretrain(config, run_dir, "parallel.tensor=2", "train.stop_step=14", processes=2).check()
+    pretrain(config, run_dir).check()
+    assert_same_records(steps(run_dir), steps(straight[0]))
 
 
 def test_without_zero_equals_zero(config: Path, straight: tuple[Path, Outcome], tmp_path: Path) -> None:

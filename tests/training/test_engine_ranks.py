@@ -116,7 +116,11 @@ def empty_group_on_rank_one(topology: ParallelTopology) -> str:
 
 
 def sharded_norm(topology: ParallelTopology, zero_stage: int, precision: str, *, factor: float = 1.0) -> dict:
-    """A matrix in two shards with gradients 6 and 8 times `factor`, beside a parameter that both ranks hold."""
+    """A matrix in two shards with gradients 6 and 8 times `factor`, beside a parameter that both ranks hold.
+
+    That is a vector with gradient 2 on both tensor-parallel ranks, or a tied embedding whose two copies have parts of
+    the gradient (3, 4).
+    """
     tensor_parallel = topology.tp_size == 2
     own = topology.tp_rank if tensor_parallel else topology.pp_rank
     whole = LogicalTensor("matrix", (2, 1), ParamKind.MATRIX)
@@ -127,7 +131,7 @@ def sharded_norm(topology: ParallelTopology, zero_stage: int, precision: str, *,
     else:
         layouts["matrix"] = layout("matrix", (1, 1), ParamKind.MATRIX)
         layouts["shared"] = layout("shared", (1, 2), ParamKind.EMBEDDING, tied_copy=topology.is_last_stage)
-        gradient = torch.tensor([[3.0, 4.0]])
+        gradient = torch.tensor([[[1.0, 5.0]], [[2.0, -1.0]]])[own]
     config = run_config(
         zero_stage, precision, grad_clip=1.0, tensor=topology.tp_size, pipeline=topology.pp_size, momentum=0.0
     )

@@ -97,7 +97,7 @@ def _top_states(row: Row, weights: Weights, shape: ModelConfig, *, num_passes: i
 def test_validation_sums_equal_the_equations(topology: ParallelTopology) -> None:
     """Cross entropy of three passes, and how far the top state moves from pass to pass over the trained tokens."""
     model, rows = build_model(tiny_config(), topology).eval(), _rows()
-    sums = forward_only(model, _batch(rows, 0), num_passes=3, topology=topology)
+    sums = forward_only(model, [_batch(rows, 0)], num_passes=3, topology=topology)
     weights = whole_tensors(model)
     cross_entropy, change = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for row in rows:
