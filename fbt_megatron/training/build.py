@@ -20,6 +20,7 @@ from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zer
 from fbt_megatron.parallel.logical_tensor import ParameterLayout
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.planner import count_parameters
+from fbt_megatron.rank_plan import format_ranks, plan_ranks
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
@@ -28,6 +29,8 @@ from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_d
 from fbt_megatron.training.shared_batches import reads_data
 from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
 from fbt_megatron.training.trainer import RunParts, Trainer
+
+_LISTED_RANKS = 32
 
 
 @contextmanager
@@ -53,6 +56,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         _list_optimizer_groups(layouts, config, topology, console)
         counters = _restore(start, engine, console)
         console.line(_describe(config, topology, counters))
+        _list_ranks(config, topology, console)
         agree_on_rank_zero(lambda: write_config(config))
         schedule = build_pass_schedule(config.feedback, steps=config.train.steps, seed=config.train.seed)
         metrics = MetricsLogger(
@@ -131,6 +135,13 @@ def _list_optimizer_groups(
         )
     console.line(f"optimizer groups: {' | '.join(parts)}")
     console.log(format_groups(entries))
+
+
+def _list_ranks(config: RunConfig, topology: ParallelTopology, console: Console) -> None:
+    """Which rank holds what: in the log, and on the console where it fits a screen."""
+    if topology.rank == 0 and topology.world_size > 1:
+        table = format_ranks(plan_ranks(config, topology.world_size))
+        (console.line if topology.world_size <= _LISTED_RANKS else console.log)(table)
 
 
 def _describe(config: RunConfig, topology: ParallelTopology, counters: Counters) -> str:

@@ -153,7 +153,9 @@ def assert_same_records(found: list[dict[str, Any]], expected: list[dict[str, An
 def test_tensor_times_pipeline_equals_one(config: Path, straight: tuple[Path, Outcome], tmp_path: Path) -> None:
     """One rank of four reads the data, and only the last stage has losses; all of metrics.jsonl is the same."""
     layout = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")
-    pretrain(config, tmp_path / "four", *layout, processes=4).check()
+    outcome = pretrain(config, tmp_path / "four", *layout, processes=4).check()
+    assert outcome.output.count("embedding, fusion, layers 0 ") == 2  # the two ranks of the first stage
+    assert outcome.output.count("layers 1, final norm, tied head") == 2
     assert_same_records(records(tmp_path / "four"), records(straight[0]))
 
 
