@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import warnings
 
 from fbt_megatron.config.loader import load_config
@@ -17,6 +18,9 @@ from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.validation import validate_world_size
 from fbt_megatron.errors import FBTError
 from fbt_megatron.parallel.launcher import ALONE, Launch, find_launch
+
+GRACE_SECONDS = 3.0
+"""A launcher ends the other ranks as soon as one has ended: the time they have to print the same mistake."""
 
 
 def main() -> int:
@@ -31,12 +35,17 @@ def main() -> int:
         validate_world_size(config, launch.world_size)
         return pretrain(config, launch, arguments.allow_config_change)
     except FBTError as error:
-        return report(error, launch)
+        status = report(error, launch)
+        if launch.world_size > 1:
+            time.sleep(GRACE_SECONDS)
+        return status
 
 
 def report(error: FBTError, launch: Launch) -> int:
     """Print an error without a stack trace; returns the exit status."""
-    print(f"{launch.label}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    # In one write: the lines of several ranks would otherwise run into each other.
+    sys.stderr.write(f"{launch.label}{type(error).__name__}: {error}\n")
+    sys.stderr.flush()
     return error.exit_status
 
 
