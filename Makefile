@@ -35,7 +35,7 @@ $(DATA)/validation/dataset.json: $(DATA)/tokenizer/tokenizer.json
 
 data: $(DATA)/validation/dataset.json ## Quickstart tokenizer and shards: the Python standard library's source
 
-pretrain: setup data ## Train the quickstart model (5 minutes on two CPU cores); repeat to resume
+pretrain: setup data ## Train the quickstart model (minutes on two CPU cores); repeat to resume
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
 
 tensorboard: setup ## Serve the curves of the runs folder
