@@ -95,6 +95,8 @@ def pretrain(config: RunConfig, launch: Launch, allowed_changes: list[str]) -> i
         from fbt_megatron.training.build import open_trainer
         from fbt_megatron.training.resilience import StopSignal
 
+    # megatron-core warns of optional libraries and of its own options; `Kernels.describe` says what is in use.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     with StopSignal() as stop:
         init_distributed(launch)
         try:
