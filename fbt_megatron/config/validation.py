@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fbt_megatron.config.schema import ParallelConfig, RunConfig
-from fbt_megatron.errors import ConfigError, TopologyError
-
-
-def validate_config(config: RunConfig, *, source: str = "the configuration") -> None:
-    """Raise `ConfigError` with every rule that `config` breaks, those of single sections included."""
-    problems = config_problems(config)
-    if problems:
-        raise ConfigError(source, problems)
+from fbt_megatron.errors import TopologyError
 
 
 def validate_world_size(config: RunConfig, world_size: int) -> None:

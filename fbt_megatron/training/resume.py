@@ -20,6 +20,7 @@ from fbt_megatron.training.run_dir import CHECKPOINTS_NAME
 _FREE_KEYS = (
     "parallel.tensor",
     "parallel.pipeline",
+    "parallel.pipeline_layers",
     "parallel.sequence",
     "parallel.zero_stage",
     "parallel.recompute",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +23,9 @@ from fbt_megatron.config.schema import (
     SchedulePhase,
     TrainConfig,
 )
+from fbt_megatron.config.typed_values import known_keys
 from fbt_megatron.errors import CheckpointError, ConfigError, RunDirError
-from fbt_megatron.training.resume import check_same_run, find_start
+from fbt_megatron.training.resume import _is_free, check_same_run, find_start
 from fbt_megatron.training.run_dir import hold_run_dir, write_config
 
 CONFIG = RunConfig(
@@ -40,6 +41,12 @@ def manifest_of(config: RunConfig) -> Manifest:
 
 def test_the_same_configuration_may_go_on() -> None:
     check_same_run(CONFIG, manifest_of(CONFIG), allowed=[])
+
+
+def test_every_key_of_the_layout_is_free_but_the_precision() -> None:
+    """A key that is added to the section must not tie a checkpoint to its layout by accident."""
+    free = {key.partition(".")[2] for key in known_keys(RunConfig) if key.startswith("parallel.") and _is_free(key)}
+    assert free == {field.name for field in fields(ParallelConfig)} - {"precision"}
 
 
 def test_free_keys_may_change() -> None:
