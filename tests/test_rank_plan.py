@@ -20,8 +20,9 @@ from fbt_megatron.config.schema import ParallelConfig, RunConfig
 from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.layout import parameter_layouts, stage_layouts
 from fbt_megatron.optim import exchange
-from fbt_megatron.optim.param_groups import ADAM, NORMUON
+from fbt_megatron.optim.param_groups import ADAM, NORMUON, list_groups
 from fbt_megatron.parallel.topology import build_topology, shutdown_distributed
+from fbt_megatron.planner import count_parameters
 from fbt_megatron.rank_plan import plan_ranks, rank_fragments, stage_exchange
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from tests.distributed import run_distributed
@@ -126,6 +127,31 @@ def with_layout(config: RunConfig, **parallel: Any) -> RunConfig:
 @pytest.fixture(scope="module")
 def paper_model() -> RunConfig:
     return load_config(ROOT / "configs/fbt_1b.yaml")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_optimizer_groups_are_the_same_in_every_layout(paper_model, tied):
+    """Name, shape, group and decay of every tensor: NorMuon has the matrices of the stack and the fusion, Adam the
+    rest. A tied head is the embedding and is not listed again."""
+    paper_model = replace(paper_model, model=replace(paper_model.model, tie_embeddings=tied))
+    listings = []
+    for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 2), (8, 4)):
+        config = with_layout(paper_model, tensor=tensor, pipeline=pipeline)
+        for tp_rank in {0, tensor - 1}:
+            stages = [stage_layouts(config, tp_rank=tp_rank, pp_rank=pp_rank) for pp_rank in range(pipeline)]
+            listings.append(list_groups((layout for stage in stages for layout in stage.values()), config.optimizer))
+    first = {entry.tensor.name: entry for entry in listings[0]}
+    assert all({entry.tensor.name: entry for entry in listing} == first for listing in listings)
+    assert all(len(listing) == len(first) for listing in listings)
+    assert sum(entry.tensor.numel for entry in listings[0]) == count_parameters(paper_model)
+    matrices = {name for name, entry in first.items() if entry.group == NORMUON}
+    assert matrices == {name for name, entry in first.items() if len(entry.tensor.shape) == 2} - {
+        "embedding.weight",
+        "head.weight",
+    }
+    assert len(matrices) == 24 * 8 + 2
+    assert {entry.weight_decay for entry in listings[0] if len(entry.tensor.shape) == 1} == {0.0}
+    assert ("head.weight" in first) is not tied
 
 
 @pytest.mark.parametrize("uses_feedback", [False, True])

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+REFUSED_KEYS = {
+    "parallel.context": "context parallelism is not available, because feedback would cross the borders of its chunks "
+    "(docs/parallelism.md says what it would take). For long rows use parallel.sequence and parallel.recompute.",
+}
+"""Keys that other systems have and this one leaves out on purpose, with the reason."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -235,8 +241,8 @@ class ParallelConfig:
     """Layers of each pipeline stage, e.g. `[5, 7]`. `null`: the same number on each."""
     sequence: bool = False
     """Divide activations between tensor-parallel regions along the sequence."""
-    zero_stage: Literal[0, 1] = 1
-    """DeepSpeed ZeRO stage. 0 keeps the whole optimizer state on each data-parallel rank and is for fp32 only."""
+    zero_stage: int = 1
+    """DeepSpeed ZeRO stage, 0 or 1; 0 keeps the whole optimizer state on each data-parallel rank and is for fp32."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Type of parameters and activations; bf16 keeps fp32 master weights and accumulates gradients in fp32."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -245,6 +251,12 @@ class ParallelConfig:
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "tensor pipeline")
+        if self.zero_stage not in (0, 1):
+            yield (
+                f"zero_stage={self.zero_stage}: must be 0 or 1. Stages 2 and 3 cut gradients up while the backward "
+                "pass makes them, but gradients of norms under tensor parallelism and of a tied embedding are summed "
+                "over ranks after it, and NorMuon needs whole matrices. Stage 1 divides the optimizer state alike."
+            )
         if self.zero_stage == 0 and self.precision == "bf16":
             yield (
                 "zero_stage=0 with precision=bf16: refused, because DeepSpeed's stage-0 bf16 path is another "

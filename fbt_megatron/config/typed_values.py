@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from fbt_megatron.config.schema import REFUSED_KEYS
 from fbt_megatron.config.yaml_text import show_value
 
 _SectionT = TypeVar("_SectionT")
@@ -122,8 +123,10 @@ def unknown_key(key: str, *, known: list[str], siblings: list[str]) -> str:
     """The problem of a key that does not exist, with the key that was probably meant.
 
     `siblings` are the names that exist beside it. Tried in turn: the same name in other sections, a similar sibling,
-    and where the section does not exist either, a similar full name.
+    and where the section does not exist either, a similar full name. A key that is left out on purpose says why.
     """
+    if key in REFUSED_KEYS:
+        return f"{key}: {REFUSED_KEYS[key]}"
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
     namesakes = [other for other in known if other.rpartition(".")[2] == name]

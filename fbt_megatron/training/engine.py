@@ -38,6 +38,7 @@ from fbt_megatron.training.gradients import (
     all_finite,
     average_across,
     clip,
+    copy_tied_weight,
     global_norm,
     sum_partial_gradients,
 )
@@ -112,6 +113,9 @@ class TrainEngine:
         if norm is None:
             return StepResult(grad_norm=None, skipped=True)
         self._check_norm(norm)
+        copy_tied_weight(
+            self._parameters, self.layouts, tie_embeddings=self._config.model.tie_embeddings, topology=self._topology
+        )
         self._steps_applied += 1
         return StepResult(grad_norm=norm, skipped=False)
 

@@ -1,4 +1,4 @@
-"""The gradients of one optimizer step, after the last backward pass and before the update."""
+"""The gradients of one optimizer step, between the last backward pass and the update, and tied copies after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fbt_megatron.parallel.collectives import sum_across
+from fbt_megatron.parallel.collectives import broadcast_in, sum_across
 from fbt_megatron.parallel.logical_tensor import ParameterLayout, ParamKind
 from fbt_megatron.parallel.topology import ParallelTopology
 
@@ -43,10 +43,32 @@ def sum_partial_gradients(
         partial = [g for name, g in gradients.items() if getattr(parameters[name], "sequence_parallel", False)]
         if partial:
             _sum_together(partial, group=topology.pg.tp)
-    if topology.pp_size > 1 and tie_embeddings and (topology.is_first_stage or topology.is_last_stage):
+    if _holds_tied_copy(tie_embeddings=tie_embeddings, topology=topology):
         for name, gradient in gradients.items():
             if layouts[name].tensors[0].kind is ParamKind.EMBEDDING:
                 dist.all_reduce(gradient, group=topology.pg.embd)
+
+
+def copy_tied_weight(
+    parameters: Mapping[str, Parameter],
+    layouts: Mapping[str, ParameterLayout],
+    *,
+    tie_embeddings: bool,
+    topology: ParallelTopology,
+) -> None:
+    """Overwrite the last stage's copy of a tied embedding with the first stage's weight, where they could differ.
+
+    Both get the same gradient, but more than two replicas add theirs up in an order that depends on where the weight
+    lies in its stage's buckets. Two make the same sum in either order, and need no copy.
+    """
+    if topology.dp_size > 2 and _holds_tied_copy(tie_embeddings=tie_embeddings, topology=topology):
+        for name, parameter in parameters.items():
+            if layouts[name].tensors[0].kind is ParamKind.EMBEDDING:
+                broadcast_in(parameter.detach(), group=topology.pg.embd)
+
+
+def _holds_tied_copy(*, tie_embeddings: bool, topology: ParallelTopology) -> bool:
+    return topology.pp_size > 1 and tie_embeddings and (topology.is_first_stage or topology.is_last_stage)
 
 
 def _sum_together(gradients: Sequence[Tensor], *, group: dist.ProcessGroup) -> None:

@@ -79,7 +79,7 @@ def test_values_have_the_types_of_the_schema(config_file):
         ("model.norm_eps", ".nan"),
         ("model.norm_eps", ".inf"),
         ("model.residual_scale", "deep"),
-        ("parallel.zero_stage", "2"),
+        ("parallel.zero_stage", "1.0"),
         ("parallel.zero_stage", "true"),
         ("optimizer.adam.betas", "[0.9]"),
         ("optimizer.adam.betas", "[0.9, x]"),
@@ -114,6 +114,13 @@ def test_wrong_type_names_key_and_value(config_file, key, value):
 )
 def test_unknown_key_names_the_nearest(config_file, text, suggestion):
     assert problems_of(config_file(f"{text}\n{MINIMAL}")) == [suggestion]
+
+
+@pytest.mark.parametrize("overrides", [["parallel.context=2"], []], ids=["override", "file"])
+def test_context_parallelism_is_refused_with_the_reason(config_file, overrides):
+    text = MINIMAL if overrides else f"parallel: {{context: 2}}\n{MINIMAL}"
+    (problem,) = problems_of(config_file(text), *overrides)
+    assert problem.startswith("parallel.context: context parallelism is not available, because feedback would cross")
 
 
 def test_all_problems_are_reported_together(config_file):

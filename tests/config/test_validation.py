@@ -62,6 +62,7 @@ def test_the_base_of_these_tests_is_valid():
         ({"checkpoint__async_": True}, "checkpoint.async=true: not available in this version. Set async: false."),
         ({"optimizer__grad_clip": -1.0}, "optimizer.grad_clip=-1.0: must not be negative."),
         ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
+        ({"parallel__zero_stage": 2}, "parallel.zero_stage=2: must be 0 or 1. Stages 2 and 3 cut gradients up while"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be greater than 0."),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -182,10 +183,11 @@ def run_config(layout: Layout, training: Training) -> RunConfig:
 def train_cases(rank: int, cases: list[tuple[Layout, Training]]) -> list[RankResult]:
     """One result per case, of this rank; all cases have this number of ranks."""
     results = []
-    for layout, training in cases:
+    for layout, of_layout in groupby(cases, key=lambda case: case[0]):
+        # Once per layout: megatron-core's groups keep their threads, and thousands of them would take turns.
         parallel_state.destroy_model_parallel()
-        config = run_config(layout, training)
-        results.append(train(config, training, build_topology(config.parallel)))
+        topology = build_topology(run_config(layout, Training((1,))).parallel)
+        results += [train(run_config(layout, training), training, topology) for _, training in of_layout]
     return results
 
 
