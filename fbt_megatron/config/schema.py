@@ -359,6 +359,8 @@ class LoggingConfig:
     """Steps between console lines; `metrics.jsonl` has every step."""
     tensorboard: bool = True
     """Write TensorBoard events."""
+    samples: bool = False
+    """Write the keys of the documents of every trained row to `samples/`, a line per step and reading rank."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "console_every")

@@ -57,7 +57,7 @@ class TrainLoader:
         self._state = state
         self._readers: ReaderProcesses[_Delivery] | None = None
         self._deliveries: Iterator[_Delivery] | None = None
-        self._documents: list[tuple[tuple[str, ...], ...]] = []
+        self._documents: dict[int, tuple[str, ...]] = {}
         self.token_bytes = _as_tensor(reader.dataset.token_bytes)
         """[V] int64, bytes of text per token id; `None` where the tokenizer is not known."""
 
@@ -72,11 +72,8 @@ class TrainLoader:
         return max(cursor.epoch for cursor in self._state.cursors.values())
 
     @property
-    def last_documents(self) -> list[tuple[tuple[str, ...], ...]]:
-        """Keys of the documents in each row of each micro-batch of the last step.
-
-        For tests, and to find out in a debugger what a step read; training does not use it.
-        """
+    def last_documents(self) -> dict[int, tuple[str, ...]]:
+        """Keys of the documents in each row of the last step, by global row number."""
         return self._documents
 
     def next_step(self) -> list[TrainBatch]:
@@ -94,7 +91,11 @@ class TrainLoader:
             raise
         self._state.cursors.update({stream: row.next for delivery in step for stream, row in delivery.rows.items()})
         self._state.cycle += self._cycles_per_step
-        self._documents = [tuple(row.documents for row in delivery.rows.values()) for delivery in step]
+        self._documents = {
+            self._layout.row(delivery.cycle, stream): row.documents
+            for delivery in step
+            for stream, row in delivery.rows.items()
+        }
         return [_collate(delivery, self._layout) for delivery in step]
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
 from fbt_megatron.training.resume import check_same_run, find_start
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
+from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
 from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
 from fbt_megatron.training.trainer import RunParts, Trainer
@@ -69,14 +70,20 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             passes_after=schedule.passes_after,
         )
         agree_on_rank_zero(metrics.open)
+        logs_samples = config.logging.samples and loader is not None
+        samples = SampleLog(folder, rank=topology.rank, enabled=logs_samples, console=console)
+        samples.open(counters.step)
         try:
             token_bytes = broadcast_object(None if validation is None else validation.token_bytes)
-            parts = RunParts(model, engine, loader, validation, token_bytes, checkpoints, metrics, console, schedule)
+            parts = RunParts(
+                model, engine, loader, validation, token_bytes, checkpoints, metrics, samples, console, schedule
+            )
             yield Trainer(config, topology, parts, counters)
         finally:
             if loader is not None:
                 loader.close()
             metrics.close()
+            samples.close()
 
 
 def _open_data(

@@ -38,6 +38,7 @@ from fbt_megatron.training.engine import StepResult, TrainEngine
 from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
 from fbt_megatron.training.resilience import StopSignal, check_skips
+from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import share_batches
 from fbt_megatron.training.train_state import Counters, shards_of, software_versions
 
@@ -53,6 +54,7 @@ class RunParts:
     token_bytes: Tensor | None
     checkpoints: CheckpointManager
     metrics: MetricsLogger
+    samples: SampleLog
     console: Console
     pass_schedule: PassSchedule
 
@@ -71,6 +73,7 @@ class Trainer:
         self.token_bytes = parts.token_bytes
         self.checkpoints = parts.checkpoints
         self.metrics = parts.metrics
+        self.samples = parts.samples
         self.console = parts.console
         self.counters = counters
         self.pass_schedule = parts.pass_schedule
@@ -131,6 +134,8 @@ class Trainer:
         settings = self.step_settings(step, plan)
         result = self.engine.step(settings)
         self._advance(step, result)
+        if self.loader is not None:
+            self.samples.step(step, self.loader.last_documents)
         return self._step_record(plan, losses, num_tokens, settings, result)
 
     def step_settings(self, step: int, plan: PassPlan) -> StepSettings:
@@ -185,6 +190,7 @@ class Trainer:
         }
         manifest = Manifest(self.counters.step, state, format_config(self.config), software_versions(), files={})
         self.metrics.flush()
+        self.samples.flush()
         report = self.checkpoints.save(manifest, shards_of(self.engine))
         self._saved_step = self.counters.step
         size = f"{report.num_bytes / 1e6:,.1f} MB"

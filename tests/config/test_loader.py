@@ -108,7 +108,7 @@ def test_wrong_type_names_key_and_value(config_file, key, value):
             "feedback: {schedule: [{utnil: 1.0}]}",
             "feedback.schedule[0].utnil: unknown key. Did you mean feedback.schedule[0].until?",
         ),
-        ("logging: {zzz: 1}", "logging.zzz: unknown key. Known here: console_every, tensorboard."),
+        ("logging: {zzz: 1}", "logging.zzz: unknown key. Known here: console_every, tensorboard, samples."),
         ("loss: {7: 1}", "loss.7: unknown key. Known here: z_loss, z_loss_when."),
     ],
 )

@@ -241,10 +241,11 @@ def test_documents_of_a_step_are_named(uneven: Path) -> None:
     loader = build_train_loader(run_config(uneven), dp_rank=0, dp_size=1)
     step = loader.next_step()
     shard_starts = {0: 0, 1: 5, 2: 8}
-    for batch, named in zip(step, loader.last_documents, strict=True):
-        for tokens, keys in zip(batch.tokens.tolist(), named, strict=True):
-            shard, _, document = keys[0].partition("-")
-            assert tokens[0] == shard_starts[int(shard)] + int(document)
+    rows = rows_by_number([step])
+    assert list(loader.last_documents) == list(rows)
+    for number, keys in loader.last_documents.items():
+        shard, _, document = keys[0].partition("-")
+        assert rows[number][0] == shard_starts[int(shard)] + int(document)
 
 
 def test_reading_draws_nothing_from_the_global_generator(uneven: Path) -> None:
