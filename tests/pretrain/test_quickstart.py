@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.pretrain.runs import ROOT, environment, pretrain, records, steps
 pytestmark = [pytest.mark.training, pytest.mark.slow]
 
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+SHORT = ["train.steps=20", "evaluation.batches=1"]
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +36,35 @@ def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"data.train={out / 'train'}", f"data.validation={out / 'validation'}"]
 
 
-def test_two_processes_equal_one(quickstart_data: list[str], tmp_path: Path) -> None:
-    options = [*quickstart_data, "train.steps=20", "evaluation.batches=1"]
-    pretrain(QUICKSTART, tmp_path / "one", *options, timeout=900).check()
-    expected = steps(tmp_path / "one")
-    assert {record["passes"] for record in expected} == {1, 2, 3}
-    for zero_stage in (0, 1):
-        run_dir = tmp_path / f"zero{zero_stage}"
-        stage = f"parallel.zero_stage={zero_stage}"
-        pretrain(QUICKSTART, run_dir, *options, stage, processes=2, timeout=900).check()
-        for one, two in zip(expected, steps(run_dir), strict=True):
-            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-            assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+LAYOUTS = {
+    "2 replicas, ZeRO 0": (2, ["parallel.zero_stage=0"]),
+    "2 replicas, ZeRO 1": (2, ["parallel.zero_stage=1"]),
+    "tensor 2 x pipeline 2": (4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(quickstart_data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Steps of one process."""
+    run_dir = tmp_path_factory.mktemp("one")
+    pretrain(QUICKSTART, run_dir, *quickstart_data, *SHORT, timeout=900).check()
+    return steps(run_dir)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.timeout(1000)
+def test_layouts_equal_one_process(
+    quickstart_data: list[str], one_process: list[dict[str, Any]], tmp_path: Path, name: str
+) -> None:
+    processes, overrides = LAYOUTS[name]
+    run_dir = tmp_path / "run"
+    done = pretrain(QUICKSTART, run_dir, *quickstart_data, *SHORT, *overrides, processes=processes, timeout=900)
+    done.check()
+    assert {record["passes"] for record in one_process} == {1, 2, 3}
+    for one, other in zip(one_process, steps(run_dir), strict=True):
+        losses = {key for key in one if key.startswith("loss")} | {"grad_norm", "z_loss"}
+        assert {key: other[key] for key in losses} == pytest.approx({key: one[key] for key in losses}, rel=1e-4)
+    assert done.output.count("optimizer state of") == 1, "once says which rank holds what"
 
 
 @pytest.mark.timeout(1800)
