@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint with another plan: extended, cooled down on a branch, with feedback from then on."""
+"""Runs that go on with another plan: extended, cooled down on a branch, with feedback from some step on."""
 
 from __future__ import annotations
 
