@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from fbt_megatron.parallel.logical_tensor import Rect
 
+_NAMED_TENSORS = 8
+"""Tensors that an error lists by name."""
+
 
 class LogicalShards:
     """The rectangles of one logical tensor that this rank holds.
@@ -105,7 +108,14 @@ class LogicalLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Keep the state as it is: the default replaces meta tensors in it, and there are none."""
+        """Keep the state as it is: the default replaces meta tensors in it, and there are none.
+
+        Raises ValueError with all tensors that the checkpoint has not; torch would name the first.
+        """
+        missing = sorted(state_dict.keys() - ({} if metadata is None else metadata.state_dict_metadata).keys())
+        if missing:
+            more = f" and {len(missing) - _NAMED_TENSORS} more" if len(missing) > _NAMED_TENSORS else ""
+            raise ValueError(f"it does not have {', '.join(missing[:_NAMED_TENSORS])}{more}")
         self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator

@@ -1,10 +1,10 @@
-"""Warm-up, stable, decay: the learning-rate factor as a pure function of the update's number."""
+"""Warm-up, stable, decay: the learning-rate factor, and what follows it, as a pure function of the update's number."""
 
 from __future__ import annotations
 
 import math
 
-from fbt_megatron.config.schema import LRScheduleConfig
+from fbt_megatron.config.schema import LossConfig, LRScheduleConfig
 
 
 class WSDSchedule:
@@ -15,7 +15,8 @@ class WSDSchedule:
     reached, t = 0) to `min_lr_ratio` (the last update of the run, t = 1), either linearly in t or as 1 - sqrt(t).
 
     There is no state: a run resumed at any step, or extended by a larger `steps`, has the factors of a run of that
-    length from its beginning; after an extension in mid-cooldown the factor is 1 again until the new cooldown.
+    length from its beginning. An extension in mid-cooldown, after which the factor would be 1 again until the new
+    cooldown, is refused unless it is allowed by name (`training/past.py`).
 
     Source: Hu et al. 2024, arXiv 2404.06395 (WSD); Haegele et al. 2024, arXiv 2405.18392 (1 - sqrt).
     """
@@ -58,3 +59,8 @@ def scheduled_weight_decay(weight_decay: float, factor: float) -> float:
     Source: Defazio 2025, arXiv 2506.02285 (AdamC).
     """
     return weight_decay * factor
+
+
+def scheduled_z_loss(config: LossConfig, schedule: WSDSchedule, step: int) -> float:
+    """Coefficient of the z-loss in update `step`. Raises `ValueError` outside the run where the cooldown decides."""
+    return config.z_loss if config.z_loss_when == "always" or schedule.in_cooldown(step) else 0.0

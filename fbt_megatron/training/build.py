@@ -24,7 +24,7 @@ from fbt_megatron.rank_plan import format_ranks, plan_ranks
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
-from fbt_megatron.training.resume import check_same_run, find_start
+from fbt_megatron.training.resume import check_same_run, find_start, new_feedback_tensors
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
@@ -47,7 +47,9 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         checkpoints.prepare()
         start = find_start(config, checkpoints)
         if start is not None:
-            check_same_run(config, start[1], allowed=allowed_changes)
+            changes = check_same_run(config, start[1], allowed=allowed_changes)
+            if changes:
+                console.line(f"changes from step {start[1].step + 1} on: {'; '.join(changes)}")
         loader, validation = _open_data(config, topology, None if start is None else start[1])
         model = build_model(config, topology)
         _check_same_kernels(model.kernels)
@@ -55,7 +57,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         layouts = parameter_layouts(model, config, topology)
         engine = build_engine(model, layouts, config, topology)
         _list_optimizer_groups(layouts, config, topology, console)
-        counters = _restore(start, engine, console)
+        counters = _restore(start, engine, config, console)
         console.line(_describe(config, topology, counters))
         _list_ranks(config, topology, console)
         agree_on_rank_zero(lambda: write_config(config))
@@ -100,13 +102,19 @@ def _open_data(
     return loader, validation
 
 
-def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: Console) -> Counters:
+def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, config: RunConfig, console: Console) -> Counters:
     if start is None:
         return Counters()
     path, manifest = start
-    load_tensors(path, engine)
+    fresh = new_feedback_tensors(config, manifest)
+    load_tensors(path, engine, fresh=fresh)
     engine.optimizer.load_counters(manifest.state["optimizer"])
-    console.line(f"resumed from {path}")
+    if path.parent == Path(config.train.run_dir) / CHECKPOINTS_NAME:
+        console.line(f"resumed from {path}")
+    else:
+        console.line(f"branched off from {path}: {config.train.run_dir} goes on with step {manifest.step + 1}")
+    if fresh:
+        console.line(f"not in the checkpoint, so with their initial values: {', '.join(sorted(fresh))}")
     for name, version in software_versions().items():
         if manifest.versions.get(name) != version:
             console.line(

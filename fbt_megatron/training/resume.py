@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -12,6 +14,8 @@ from fbt_megatron.config.typed_values import known_keys
 from fbt_megatron.config.yaml_text import show_value
 from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.parallel.collectives import agree_on_rank_zero
+from fbt_megatron.planner import logical_tensors
+from fbt_megatron.training.past import SHAPING_KEYS, PastDifference, past_differences
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME
 
 # Keys that may differ between two starts of one run: where things lie and how often they are written, and the layout,
@@ -45,7 +49,10 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
     Raises CheckpointError where `checkpoint.load` names none, or all that there are are damaged.
     """
     start = checkpoints.find_newest(checkpoints.folder)
-    if start is not None or config.checkpoint.load is None:
+    if config.checkpoint.load is None:
+        return start
+    if start is not None:
+        checkpoints.log(f"checkpoint.load={config.checkpoint.load} counts no more: {checkpoints.folder} has its own")
         return start
     source = Path(config.checkpoint.load)
     # Rank 0 decides for all: on a shared file system ranks may see different things for a moment.
@@ -61,24 +68,61 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
     return start
 
 
-def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
-    """Raise ConfigError listing the keys whose change would alter the run, unless they are in `allowed`.
+def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> list[str]:
+    """Changes against the checkpoint that act from its step on, as "key old -> new"; free keys are not listed.
 
-    A key that the checkpoint's configuration does not have yet counts with its default.
+    A key of a schedule may change where every step up to the checkpoint stays as it was. Raises ConfigError listing the
+    keys whose change would alter the run, unless they are in `allowed`. A key that the checkpoint's configuration does
+    not have yet counts with its default.
     """
     unknown = [key for key in allowed if key not in known_keys(RunConfig)]
     if unknown:
         raise ConfigError("--allow-config-change", [f"{key}: unknown key." for key in unknown])
-    source = f"the configuration in the checkpoint of step {manifest.step}"
-    written = parse_config(manifest.config, source=source, check_rules=False)
-    refused = [
-        f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and this changes the run. "
-        f"Set it back, or allow it with --allow-config-change {key}."
-        for key, old, new in config_diff(written, config)
-        if not _is_free(key) and key not in allowed
-    ]
+    written = _written_config(manifest)
+    if config.train.steps < manifest.step:
+        raise ConfigError(
+            f"the configuration, against the checkpoint of step {manifest.step}",
+            [
+                f"train.steps={config.train.steps}: the run would have ended before the checkpoint. "
+                f"Use at least {manifest.step}, or an earlier checkpoint."
+            ],
+        )
+    changed = [change for change in config_diff(written, config) if not _is_free(change[0])]
+    past: list[PastDifference] = []
+    if any(key in SHAPING_KEYS for key, _, _ in changed):
+        past = past_differences(written, config, last_step=manifest.step)
+    problems = {key: _problem(key, old, new, past) for key, old, new in changed}
+    refused = [problem for key, problem in problems.items() if problem is not None and key not in allowed]
     if refused:
         raise ConfigError(f"the configuration, against the checkpoint of step {manifest.step}", refused)
+    return [f"{key} {show_value(old)} -> {show_value(new)}" for key, old, new in changed]
+
+
+def new_feedback_tensors(config: RunConfig, manifest: Manifest) -> frozenset[str]:
+    """Names of the tensors of feedback that the model has and that of the checkpoint had not, by its configuration."""
+    written = _written_config(manifest)
+    had = {tensor.name for tensor in logical_tensors(written.model, written.feedback)}
+    has = [tensor.name for tensor in logical_tensors(config.model, config.feedback) if tensor.feedback]
+    return frozenset(has).difference(had)
+
+
+def _written_config(manifest: Manifest) -> RunConfig:
+    source = f"the configuration in the checkpoint of step {manifest.step}"
+    return parse_config(manifest.config, source=source, check_rules=False)
+
+
+def _problem(key: str, old: Any, new: Any, past: Sequence[PastDifference]) -> str | None:
+    """Why a key may not change; None where it may."""
+    change = f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and"
+    otherwise = f"et it back, or allow it with --allow-config-change {key}."
+    if key not in SHAPING_KEYS:
+        return f"{change} this changes the run. S{otherwise}"
+    difference = next((difference for difference in past if key in difference.keys), None)
+    if difference is None:
+        return None
+    earlier = f"go on from a checkpoint of step {difference.step - 1} or before in another train.run_dir"
+    remedy = f"S{otherwise}" if difference.step == 1 else f"S{otherwise[:-1]}, or {earlier}."
+    return f"{change} {difference.text}. {difference.remedy}{remedy}"
 
 
 def _what_is_at(source: Path) -> tuple[bool, Path]:

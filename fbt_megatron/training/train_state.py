@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,20 +47,31 @@ def shards_of(engine: TrainEngine) -> dict[str, LogicalShards]:
     return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine, tied_copies=False)
 
 
-def load_tensors(path: Path, engine: TrainEngine) -> None:
+def load_tensors(path: Path, engine: TrainEngine, *, fresh: Collection[str] = ()) -> None:
     """Set weights and optimizer state from a checkpoint, whatever layout wrote it.
 
-    Raises CheckpointError where a tensor is missing or has another shape.
+    The logical tensors named in `fresh` are not in it: they keep the weights and the state that they have. Raises
+    CheckpointError where another tensor is missing, or has another shape.
     """
     # Each rank reads its whole parameters: the copies that compute need them, and ZeRO's fragment is a part of them.
-    buffers = {name: torch.zeros(layout.shape) for name, layout in engine.layouts.items()}
+    buffers = {
+        name: torch.empty(engine.layouts[name].shape).copy_(parameter.detach())
+        for name, parameter in engine.module.named_parameters()
+    }
     parts = [
         (piece.tensor, piece.place, piece.view(buffers[name].view(-1)))
         for name, layout in engine.layouts.items()
         for piece in pieces_of(layout)
     ]
-    load_shards(path, _group(parts, prefix="weights") | _optimizer_shards(engine, tied_copies=True))
+    shards = _group(parts, prefix="weights") | _optimizer_shards(engine, tied_copies=True)
+    load_shards(path, {name: shard for name, shard in shards.items() if _tensor_name(name) not in fresh})
     engine.load_weights(buffers)
+
+
+def _tensor_name(key: str) -> str:
+    """Canonical name of the logical tensor that `weights/...` or `optimizer/STATE/...` belongs to."""
+    kind, _, rest = key.partition("/")
+    return rest if kind == "weights" else rest.partition("/")[2]
 
 
 def software_versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ from fbt_megatron.evaluation.validation import evaluate
 from fbt_megatron.model.fbt_model import FBTModel
 from fbt_megatron.model.noise import FeedbackNoise
 from fbt_megatron.model.pass_schedule import PassPlan, PassSchedule
-from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay
+from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay, scheduled_z_loss
 from fbt_megatron.optim.optimizer import StepSettings
 from fbt_megatron.parallel.collectives import (
     agree_on_errors,
@@ -152,8 +152,7 @@ class Trainer:
 
     def z_loss(self, step: int) -> float:
         """Coefficient of the z-loss in a step."""
-        loss = self.config.loss
-        return loss.z_loss if loss.z_loss_when == "always" or self.lr_schedule.in_cooldown(step) else 0.0
+        return scheduled_z_loss(self.config.loss, self.lr_schedule, step)
 
     def validate(self) -> None:
         """Evaluate all trained passes and `evaluation.extra_passes` more on the validation data, and log it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,9 @@ from fbt_megatron.config.schema import (
     SchedulePhase,
     TrainConfig,
 )
-from fbt_megatron.config.typed_values import known_keys
+from fbt_megatron.config.typed_values import attribute_name, field_values, is_section, known_keys
 from fbt_megatron.errors import CheckpointError, ConfigError, RunDirError
+from fbt_megatron.training.past import SHAPING_KEYS
 from fbt_megatron.training.resume import _is_free, check_same_run, find_start
 from fbt_megatron.training.run_dir import hold_run_dir, write_config
 
@@ -75,11 +77,71 @@ CHANGED = replace(
 REFUSED = ["model.num_layers", "feedback.schedule", "optimizer.adam.betas", "parallel.precision", "train.seed"]
 
 
+STRICT_NAMES = {
+    "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups head_dim vocab_size "
+    "seq_length rope_theta norm_eps init_std qk_norm attention_gate sliding_window full_attention_every post_norm "
+    "residual_scale embedding_norm tie_embeddings",
+    "optimizer": "grad_clip",
+    "optimizer.normuon": "lr weight_decay momentum beta2 nesterov scale ns_steps coefficients row_norm",
+    "optimizer.adam": "lr betas eps weight_decay",
+    "parallel": "precision",
+    "data": "tokenizer streams reset_attention_mask",
+    "train": "global_batch_size seed",
+}
+STRICT = {f"{section}.{name}" for section, names in STRICT_NAMES.items() for name in names.split()}
+"""Keys that act on the run in every step: a change needs a name. A key that is added to the schema is free only if it
+cannot change a weight or a sample, or shaping (`training/past.py`) if it acts through a schedule."""
+
+
+def leaf_keys(section: object, prefix: str = "") -> dict[str, Any]:
+    """Full key -> value of all keys that are no section."""
+    leaves: dict[str, Any] = {}
+    for key, value in field_values(section).items():
+        inner = leaf_keys(value, f"{prefix}{key}.") if is_section(type(value)) else {prefix + key: value}
+        leaves |= inner
+    return leaves
+
+
+def with_key(section: Any, key: str, value: Any) -> Any:
+    """The configuration with one key replaced, whether the value makes sense or not."""
+    name, _, rest = key.partition(".")
+    name = attribute_name(name)
+    return replace(section, **{name: with_key(getattr(section, name), rest, value) if rest else value})
+
+
+def another(value: Any) -> Any:
+    """A value that differs."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int | float) else "another"
+
+
+def test_every_key_is_free_or_shapes_the_run_or_is_refused() -> None:
+    keys = leaf_keys(CONFIG)
+    assert set(keys) < set(known_keys(RunConfig))
+    free = {key for key in keys if _is_free(key)}
+    assert free | SHAPING_KEYS | STRICT == set(keys)
+    assert len(free) + len(SHAPING_KEYS) + len(STRICT) == len(keys), "each in one of the three"
+
+
+@pytest.mark.parametrize("key", [key for key in leaf_keys(CONFIG) if key not in SHAPING_KEYS])
+def test_a_change_of_a_key_is_free_or_refused(key: str) -> None:
+    changed = with_key(CONFIG, key, another(leaf_keys(CONFIG)[key]))
+    if key not in STRICT:
+        assert check_same_run(changed, manifest_of(CONFIG), allowed=[]) == []
+        return
+    with pytest.raises(ConfigError, match=f"1 problem in (.|\n)*  {key}=.* changes the run"):
+        check_same_run(changed, manifest_of(CONFIG), allowed=[])
+    (listed,) = check_same_run(changed, manifest_of(CONFIG), allowed=[key])
+    assert listed.startswith(f"{key} ")
+
+
 def test_refused_keys_are_listed_together() -> None:
     with pytest.raises(ConfigError, match="against the checkpoint of step 3") as caught:
         check_same_run(CHANGED, manifest_of(CONFIG), allowed=[])
     problems = caught.value.problems
     assert [problem.split("=")[0] for problem in problems] == REFUSED
+    assert "step 1 ran 1 pass and would have run 2 passes" in problems[1]
     changes = {0: ("5", "4"), 2: ("[0.8, 0.95]", "[0.9, 0.95]"), 3: ('"fp32"', '"bf16"')}
     for index, (new, old) in changes.items():
         assert f"={new}: the checkpoint was made with {old}, and this changes the run" in problems[index]
@@ -114,6 +176,7 @@ class Starts:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.log: list[str] = []
 
     def save(self, name: str, *steps: int) -> Path:
         for step in steps:
@@ -127,7 +190,7 @@ class Starts:
         return None if start is None else (start[1].state["from"], start[1].step)
 
     def _manager(self, name: str) -> CheckpointManager:
-        manager = CheckpointManager(self.root / name / "checkpoints", config=CheckpointConfig(), log=lambda text: None)
+        manager = CheckpointManager(self.root / name / "checkpoints", config=CheckpointConfig(), log=self.log.append)
         manager.prepare()
         return manager
 
@@ -151,8 +214,14 @@ def test_the_three_ways_to_name_a_checkpoint(starts: Starts) -> None:
 def test_own_checkpoints_win(starts: Starts) -> None:
     other = starts.save("other", 10, 20)
     starts.save("own", 5)
+    assert starts.find(None) == ("own", 5)
+    assert starts.log == []
     assert starts.find(other) == ("own", 5)
     assert starts.find("nowhere") == ("own", 5)
+    assert [line.split(":")[0] for line in starts.log] == [
+        f"checkpoint.load={other} counts no more",
+        "checkpoint.load=nowhere counts no more",
+    ]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
