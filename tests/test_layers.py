@@ -19,6 +19,7 @@ LAYERS = {
     "config": 1,
     "parallel": 2,
     "model": 3,
+    "launch": 3,
     "optim": 3,
     "data": 3,
     "checkpoint": 4,

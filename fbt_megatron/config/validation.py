@@ -55,7 +55,7 @@ def config_problems(config: RunConfig, *, unread: frozenset[str] = frozenset()) 
     problems = []
     unsound = {key.partition(".")[0] for key in unread}
     for section in dataclasses.fields(config):
-        found = list(_section_problems(getattr(config, section.name), key=section.name, unread=unread))
+        found = list(section_problems(getattr(config, section.name), key=section.name, unread=unread))
         problems += found
         unsound |= {section.name} if found else set()
     for rule in _RULES:
@@ -64,7 +64,7 @@ def config_problems(config: RunConfig, *, unread: frozenset[str] = frozenset()) 
     return problems
 
 
-def _section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Iterator[str]:
+def section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Iterator[str]:
     """Problems of a section and of the sections in it, with their full keys, without those that name an unread key."""
     for problem in section.problems():
         if not any(f"{key}.{word}" in unread for word in re.findall(r"\w+", problem)):
@@ -72,7 +72,7 @@ def _section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Iter
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if hasattr(value, "problems"):
-            yield from _section_problems(value, key=f"{key}.{field.name}", unread=unread)
+            yield from section_problems(value, key=f"{key}.{field.name}", unread=unread)
 
 
 def unavailable(config: RunConfig) -> Iterator[str]:
