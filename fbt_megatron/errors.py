@@ -34,6 +34,12 @@ class TopologyError(FBTError):
     exit_status = 2
 
 
+class SubmissionError(FBTError):
+    """SLURM does not take the job."""
+
+    exit_status = 2
+
+
 class RunDirError(FBTError):
     """The run directory, or something in it, cannot be written."""
 

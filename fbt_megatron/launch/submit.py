@@ -6,15 +6,11 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import SubmissionError
 from fbt_megatron.launch.plan import LaunchPlan
 from fbt_megatron.launch.script import render_script, sbatch_options
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
-
-
-class SubmissionError(FBTError):
-    """SLURM does not take the job."""
 
 
 def submit(plan: LaunchPlan) -> str:
