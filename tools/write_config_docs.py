@@ -1,8 +1,8 @@
-"""Write docs/configuration.md from the dataclasses of the configuration and the text under their fields.
+"""Write the page of all keys of a training, or of a launch file, from its dataclasses and the text under their fields.
 
 Examples:
   python tools/write_config_docs.py docs/configuration.md
-  python tools/write_config_docs.py docs/configuration.md --check
+  python tools/write_config_docs.py docs/slurm_configuration.md --launch --check
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fbt_megatron.config import schema
+from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.typed_values import describe_type, field_types, field_values, is_section
 from fbt_megatron.config.yaml_text import show_value
+from fbt_megatron.launch.schema import LaunchConfig
 
 _HEADER = """\
 # Configuration
@@ -30,27 +31,47 @@ Any key can be set on the command line after the file: `--config configs/quickst
 optimizer.normuon.lr=0.02`. The value is read as YAML (`true`, `0.02`, `null`, `[a, b]`).
 """
 
+_LAUNCH_HEADER = """\
+# Launch files for SLURM
+
+<!-- Written by tools/write_config_docs.py from fbt_megatron/launch/schema.py. Change the text there. -->
+
+What `tools/launch_slurm.py` reads: YAML with the sections below. A key that is absent has its default; an unknown key
+is an error. Any key can be set on the command line after the file. How to use it: [slurm.md](slurm.md).
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="the file to write")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the file is out of date")
+    parser.add_argument("--launch", action="store_true", help="the keys of a launch file, not of a training")
     arguments = parser.parse_args(argv)
-    text = render()
+    text = render_launch() if arguments.launch else render()
     if not arguments.check:
         arguments.path.write_text(text, encoding="utf-8")
         return 0
     if arguments.path.is_file() and arguments.path.read_text(encoding="utf-8") == text:
         return 0
-    print(f"{arguments.path} is out of date: run {parser.prog} {arguments.path}", file=sys.stderr)
+    option = " --launch" if arguments.launch else ""
+    print(f"{arguments.path} is out of date: run {parser.prog} {arguments.path}{option}", file=sys.stderr)
     return 1
 
 
 def render() -> str:
-    """The whole page as Markdown."""
-    parts = [_HEADER]
-    for name, section in field_types(schema.RunConfig).items():
+    """The page of a training's keys as Markdown."""
+    return _render_page(RunConfig, _HEADER)
+
+
+def render_launch() -> str:
+    """The page of a launch file's keys as Markdown."""
+    return _render_page(LaunchConfig, _LAUNCH_HEADER)
+
+
+def _render_page(root: type, header: str) -> str:
+    parts = [header]
+    for name, section in field_types(root).items():
         parts += _render_section(section, key=name)
     return "\n".join(parts)
 

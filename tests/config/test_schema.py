@@ -49,6 +49,12 @@ def test_documentation_is_up_to_date():
     assert page.read_text(encoding="utf-8") == write_config_docs.render(), "run python tools/write_config_docs.py"
 
 
+def test_documentation_of_launch_files_is_up_to_date():
+    page = ROOT / "docs/slurm_configuration.md"
+    expected = write_config_docs.render_launch()
+    assert page.read_text(encoding="utf-8") == expected, "run python tools/write_config_docs.py ... --launch"
+
+
 def test_documentation_covers_every_key():
     page = write_config_docs.render()
     assert all(f"`{key.rpartition('.')[2]}`" in page or f"## `{key}`" in page for key in known_keys(RunConfig))

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-DAEMONS = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+DAEMONS = ("munged", "mungekey", "munge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "setpriv")
 NODE_TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname")
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
@@ -77,12 +77,11 @@ class Cluster:
         self._net = f"10.77.{os.getpid() % 250}"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
-    def run(self, *command: str | Path, timeout: float = 60.0, check: bool = True) -> str:
+    def run(self, *command: str | Path, timeout: float = 60.0, check: bool = True, cwd: Path | None = None) -> str:
         """Output of a command on the host from which jobs are submitted."""
-        done = subprocess.run(
-            list(map(str, command)), env=self.environment, capture_output=True, text=True, timeout=timeout
-        )
-        assert done.returncode == 0 or not check, f"{shlex.join(map(str, command))}: {done.stdout}{done.stderr}"
+        line = list(map(str, command))
+        done = subprocess.run(line, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+        assert done.returncode == 0 or not check, f"{shlex.join(line)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -90,7 +89,7 @@ class Cluster:
         shown = self.run("scontrol", "--oneliner", "show", "job", job_id)
         return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
-    def wait_for(self, job_id: str, *states: str, log: Path | None = None, seconds: float = 300.0) -> dict[str, str]:
+    def wait_for(self, job_id: str, *states: str, log: Path | None = None, seconds: float = 900.0) -> dict[str, str]:
         """Wait until a job is in one of the states; a requeued job is not held back meanwhile.
 
         Fails after `seconds`, or once the job has ended in another state, with the job's log.
@@ -105,9 +104,13 @@ class Cluster:
             if ended or time.monotonic() > deadline:
                 text = log.read_text() if log and log.exists() else ""
                 raise AssertionError(f"job {job_id} is {state}, not {' or '.join(states)}: {job}\n{text[-8000:]}")
-            if state == "PENDING" and job.get("Reason") == "BeginTime":
-                self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now", check=False)
+            self.release(job_id)
             time.sleep(0.3)
+
+    def release(self, job_id: str) -> None:
+        """Start a requeued job that SLURM holds back for a while."""
+        if self.job(job_id).get("Reason") == "BeginTime":
+            self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now", check=False)
 
     def lose_node(self, name: str) -> None:
         """A power cut: the network goes first, then every process of the node."""
@@ -140,7 +143,7 @@ class Cluster:
 
     def start(self) -> None:
         """Start everything; `stop` must follow, whatever happens."""
-        folder, port = self.folder, _free_port()
+        folder, port = self.folder, free_port()
         for name in ("state", "spool"):
             (folder / name).mkdir()
         if self.namespaces:
@@ -182,7 +185,7 @@ class Cluster:
     def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command,
+                ["setpriv", "--pdeathsig", "KILL", *command],  # no daemon outlives a test that was killed
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -300,7 +303,7 @@ def start_cluster(*, nodes: int = 2, namespaces: bool | None = None) -> Iterator
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port below the range of outgoing connections, free together with the ten after it."""
     for port in range(17000 + os.getpid() % 1000, 32000, 11):
         with contextlib.ExitStack() as stack:

@@ -1,0 +1,29 @@
+"""A cluster of two nodes for the tests of this folder, where SLURM is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.pretrain.conftest import config, data
+from tests.slurm.cluster import Cluster, missing_daemons, start_cluster
+
+__all__ = ["cluster", "config", "data"]
+
+
+@pytest.fixture(scope="session")
+def _running_cluster() -> Iterator[Cluster]:
+    missing = missing_daemons()
+    if missing:
+        packages = "slurmctld slurmd slurm-client munge"
+        pytest.skip(f"SLURM is not installed here: {', '.join(missing)} missing (Debian, Ubuntu: {packages})")
+    with start_cluster(nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_running_cluster: Cluster) -> Cluster:
+    """The cluster with nothing to do."""
+    _running_cluster.wait_idle()
+    return _running_cluster
