@@ -44,9 +44,9 @@ class Submitted:
             assert time.monotonic() < deadline, f"no {text!r} in\n" + "\n".join(self._lines()[-80:])
             time.sleep(0.1)
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until a step of the run has been trained."""
-        self.wait_for_line(f"step {step}/")
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until so many more steps of the run have been trained."""
+        self.wait_for_line("| loss ", count=self.count("| loss ") + count)
 
     def rank(self, number: int) -> int:
         """Process of a rank, as this host numbers it."""
@@ -104,7 +104,7 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     """The short one: one process on each node, told once as SLURM does before the time limit."""
     overrides = ["train.run_dir=run", "train.steps=30", "evaluation.every=30"]
     [job] = submit(cluster, tmp_path, config, *overrides, launcher="srun", processes_per_node=1)
-    job.wait_for_step(3)
+    job.wait_for_steps(2)
     cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "1"
@@ -114,7 +114,7 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     assert "resumed from" in job.log.read_text()
 
 
-FOUR = ("train.steps=30", "evaluation.every=30", "checkpoint.every=8")
+FOUR = ("train.steps=50", "evaluation.every=50", "checkpoint.every=10")
 """What the runs on four processes have in common."""
 
 
@@ -136,7 +136,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
     [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
 
     # The time limit itself: training stands still until SLURM's own signal has come.
-    job.wait_for_step(10)
+    job.wait_for_steps(2)
     rank = job.rank(0)
     os.kill(rank, signal.SIGSTOP)
     hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
@@ -149,7 +149,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
 
     # A power cut at the second node; the other one stands still, so that training cannot end before it is noticed.
     job.wait_for_line("start 2 on")
-    job.wait_for_step(18)
+    job.wait_for_steps(2)
     os.kill(job.rank(0), signal.SIGSTOP)
     cluster.lose_node("node2")
     job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
@@ -161,7 +161,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
     # Submitted again, it has nothing to do.
     [again] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
     assert again.wait("COMPLETED")["Restarts"] == "0"
-    assert again.count("step 30 of 30") == 1
+    assert again.count("step 50 of 50") == 1
     assert compared(job.run_dir) == undisturbed
 
 
@@ -171,7 +171,7 @@ def test_a_crash_is_followed_by_another_start(
     cluster: Cluster, config: Path, tmp_path: Path, undisturbed: list[list[Any]], launcher: str
 ) -> None:
     [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
-    job.wait_for_step(10)
+    job.wait_for_steps(12)
     os.kill(job.rank(3), signal.SIGKILL)
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "1"
@@ -193,7 +193,7 @@ def test_a_mistake_is_not_tried_again(cluster: Cluster, config: Path, tmp_path: 
 def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) -> None:
     overrides = ["train.run_dir=run-{array}", "train.seed={array}", "train.steps=20"]
     jobs = submit(cluster, tmp_path, config, *overrides, launcher="torchrun", processes_per_node=1, array="1-2")
-    jobs[1].wait_for_step(3)
+    jobs[1].wait_for_steps(2)
     cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
     assert [job.wait("COMPLETED")["Restarts"] for job in jobs] == ["0", "1"]
     runs = [compared(job.run_dir) for job in jobs]
