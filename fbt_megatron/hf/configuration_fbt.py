@@ -16,7 +16,7 @@ class FBTConfig(PreTrainedConfig):
     """
 
     model_type = "fbt"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012: the name and type of the base class
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     def __init__(
         self,
