@@ -135,8 +135,8 @@ class _Context:
         total = self.past + num_queries
         if window is not None and window >= total:
             window = None
-        documents = None if self.past or num_queries == 1 else (self.positions == 0).cumsum(-1)
-        one_document = documents is None or bool((documents[:, :1] == documents).all())
+        documents = (self.positions == 0).cumsum(-1)
+        one_document = self.past > 0 or num_queries == 1 or bool((documents[:, :1] == documents).all())
         only_causal = window is None and self.attention_mask is None and one_document
         if only_causal and (self.past == 0 or num_queries == 1):
             return None
@@ -300,7 +300,7 @@ class FBTModel(FBTPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embed_tokens = value
 
     def forward(
@@ -317,10 +317,11 @@ class FBTModel(FBTPreTrainedModel):
         the cache is empty, else tokens that are fed one by one.
         """
         past = 0 if cache is None else int(cache.get_seq_length())
-        feedback = isinstance(cache, FBTCache) and cache.feedback_mode != "standard"
-        if feedback and past:
-            return self._continue(embedded, positions, attention_mask, cache, past)
-        num_passes = cache.prefill_passes if feedback else num_passes
+        feedback = cache if isinstance(cache, FBTCache) and cache.feedback_mode != "standard" else None
+        if feedback is not None:
+            if past:
+                return self._continue(embedded, positions, attention_mask, feedback, past)
+            num_passes = feedback.prefill_passes
         context = _Context(self.config, positions, attention_mask, past, embedded.dtype)
         plain_input = self.plain_input(embedded)
         x, states = plain_input, embedded
@@ -329,19 +330,24 @@ class FBTModel(FBTPreTrainedModel):
                 before = torch.cat((torch.zeros_like(states[:, :1]), states[:, :-1]), dim=1)
                 x = self.fused_input(before, embedded, plain_input, self._starts(positions))
             states = self._stack(x, context, cache if number == num_passes else None)
-        if feedback:
-            cache.add_states(states)
+        if feedback is not None:
+            feedback.add_states(states)
         return states
 
     def plain_input(self, embedded: Tensor) -> Tensor:
         """Input of the stack without feedback, [B, S, H]."""
-        return self.embedding_norm(embedded) if self.config.embedding_norm else embedded
+        return self._normed(embedded) if self.config.embedding_norm else embedded
 
     def fused_input(self, before: Tensor, embedded: Tensor, plain_input: Tensor, plain: Tensor) -> Tensor:
         """Input of the stack where the state `before` each token feeds it, but for tokens where `plain` [B, S]."""
+        assert self.fusion is not None
         before = before.masked_fill(plain.unsqueeze(-1), 0.0)  # not even an infinite state comes through
-        fused = self.embedding_norm(self.fusion(before, self.embedding_norm(embedded)))
+        fused = self._normed(self.fusion(before, self._normed(embedded)))
         return torch.where(plain.unsqueeze(-1), plain_input, fused)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        assert self.embedding_norm is not None
+        return self.embedding_norm(x)
 
     def _starts(self, positions: Tensor) -> Tensor:
         """[B, S] bool: the first token of a row, and of each document in it, has nothing before it."""
@@ -358,6 +364,7 @@ class FBTModel(FBTPreTrainedModel):
             mask = None if attention_mask is None else attention_mask[:, :total]
             one, position = embedded[:, index : index + 1], positions[:, index : index + 1]
             context = _Context(self.config, position, mask, total - 1, embedded.dtype)
+            assert cache.states is not None
             x = self.fused_input(cache.states[:, -1:], one, self.plain_input(one), position == 0)
             states = self._stack(x, context, cache)
             cache.add_states(states)
@@ -384,7 +391,7 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
+    def set_output_embeddings(self, value: nn.Linear) -> None:
         self.lm_head = value
 
     def forward(

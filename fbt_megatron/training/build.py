@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fbt_megatron.checkpoint.manager import CheckpointManager
-from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.loader import TrainLoader, ValidationLoader, build_train_loader, build_validation_loader
 from fbt_megatron.errors import TopologyError
@@ -24,7 +24,7 @@ from fbt_megatron.rank_plan import format_ranks, plan_ranks
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
-from fbt_megatron.training.resume import check_same_run, find_start
+from fbt_megatron.training.resume import check_same_model, check_same_run, find_start
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
@@ -47,7 +47,8 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         checkpoints.prepare()
         start = find_start(config, checkpoints)
         if start is not None:
-            check_same_run(config, start[1], allowed=allowed_changes)
+            check = check_same_model if start[1].contents == WEIGHTS else check_same_run
+            check(config, start[1], allowed=allowed_changes)
         loader, validation = _open_data(config, topology, None if start is None else start[1])
         model = build_model(config, topology)
         _check_same_kernels(model.kernels)
@@ -91,7 +92,7 @@ def _open_data(
 ) -> tuple[TrainLoader | None, ValidationLoader | None]:
     """The loaders of the rank that reads for its data-parallel replica; None on the others."""
     reads = reads_data(topology)
-    state = None if manifest is None else manifest.state["data"]
+    state = None if manifest is None or manifest.contents == WEIGHTS else manifest.state["data"]
     rank, size = topology.dp_rank, topology.dp_size
     loader = agree_on_errors(
         lambda: build_train_loader(config, dp_rank=rank, dp_size=size, state=state) if reads else None
@@ -104,6 +105,10 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, console: 
     if start is None:
         return Counters()
     path, manifest = start
+    if manifest.contents == WEIGHTS:
+        load_tensors(path, engine, weights_only=True)
+        console.line(f"weights from {path}, which holds nothing else: the run begins at step 0 with a fresh optimizer")
+        return Counters()
     load_tensors(path, engine)
     engine.optimizer.load_counters(manifest.state["optimizer"])
     console.line(f"resumed from {path}")

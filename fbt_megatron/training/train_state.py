@@ -46,10 +46,11 @@ def shards_of(engine: TrainEngine) -> dict[str, LogicalShards]:
     return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine, tied_copies=False)
 
 
-def load_tensors(path: Path, engine: TrainEngine) -> None:
+def load_tensors(path: Path, engine: TrainEngine, *, weights_only: bool = False) -> None:
     """Set weights and optimizer state from a checkpoint, whatever layout wrote it.
 
-    Raises CheckpointError where a tensor is missing or has another shape.
+    With `weights_only` the optimizer keeps the state that it has. Raises CheckpointError where a tensor is missing or
+    has another shape.
     """
     # Each rank reads its whole parameters: the copies that compute need them, and ZeRO's fragment is a part of them.
     buffers = {name: torch.zeros(layout.shape) for name, layout in engine.layouts.items()}
@@ -58,7 +59,8 @@ def load_tensors(path: Path, engine: TrainEngine) -> None:
         for name, layout in engine.layouts.items()
         for piece in pieces_of(layout)
     ]
-    load_shards(path, _group(parts, prefix="weights") | _optimizer_shards(engine, tied_copies=True))
+    optimizer = {} if weights_only else _optimizer_shards(engine, tied_copies=True)
+    load_shards(path, _group(parts, prefix="weights") | optimizer)
     engine.load_weights(buffers)
 
 
