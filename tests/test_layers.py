@@ -23,6 +23,7 @@ LAYERS = {
     "checkpoint": 4,
     "planner": 4,
     "rank_plan": 4,
+    "inference": 5,
     "evaluation": 5,
     "hf": 5,
     "training": 6,
