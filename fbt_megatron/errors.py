@@ -58,6 +58,12 @@ class CheckpointError(FBTError):
     exit_status = 4
 
 
+class DecodeError(FBTError):
+    """A prompt, or what was asked for beside it, does not fit the model that is to continue it."""
+
+    exit_status = 2
+
+
 class NonFiniteError(FBTError):
     """Too many optimizer steps in a row had a gradient that is not finite."""
 

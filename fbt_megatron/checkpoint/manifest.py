@@ -14,6 +14,8 @@ from fbt_megatron.files import write_durably
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+RUN, WEIGHTS = "run", "weights"
+"""What a checkpoint holds: all that a run needs to go on, or weights alone, from which one starts."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Manifest:
     config: str
     versions: dict[str, str]
     files: dict[str, FileRecord]
+    contents: str = RUN
+    """`RUN` or `WEIGHTS`."""
 
     def write(self, folder: Path) -> None:
         """Write to `folder` and flush to the disk."""

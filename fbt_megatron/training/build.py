@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fbt_megatron import activity
 from fbt_megatron.checkpoint.manager import CheckpointManager
-from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.loader import TrainLoader, ValidationLoader, build_train_loader, build_validation_loader
 from fbt_megatron.errors import TopologyError
@@ -25,7 +25,7 @@ from fbt_megatron.rank_plan import format_ranks, plan_ranks
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
-from fbt_megatron.training.resume import check_same_run, find_start, new_feedback_tensors
+from fbt_megatron.training.resume import check_same_model, check_same_run, find_start, new_feedback_tensors
 from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
@@ -49,9 +49,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         checkpoints.prepare()
         start = find_start(config, checkpoints)
         if start is not None:
-            changes = check_same_run(config, start[1], allowed=allowed_changes)
-            if changes:
-                console.line(f"changes from step {start[1].step + 1} on: {'; '.join(changes)}")
+            _check_start(config, start[1], allowed_changes, console)
         activity.begin("start-up, opening the data")
         loader, validation = _open_data(config, topology, None if start is None else start[1])
         activity.begin("start-up, building the model")
@@ -95,12 +93,22 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             samples.close()
 
 
+def _check_start(config: RunConfig, manifest: Manifest, allowed_changes: list[str], console: Console) -> None:
+    """Raise where the configuration may not go on with a checkpoint; list what changes from there on."""
+    if manifest.contents == WEIGHTS:
+        check_same_model(config, manifest, allowed=allowed_changes)
+        return
+    changes = check_same_run(config, manifest, allowed=allowed_changes)
+    if changes:
+        console.line(f"changes from step {manifest.step + 1} on: {'; '.join(changes)}")
+
+
 def _open_data(
     config: RunConfig, topology: ParallelTopology, manifest: Manifest | None
 ) -> tuple[TrainLoader | None, ValidationLoader | None]:
     """The loaders of the rank that reads for its data-parallel replica; None on the others."""
     reads = reads_data(topology)
-    state = None if manifest is None else manifest.state["data"]
+    state = None if manifest is None or manifest.contents == WEIGHTS else manifest.state["data"]
     rank, size = topology.dp_rank, topology.dp_size
     loader = agree_on_errors(
         lambda: build_train_loader(config, dp_rank=rank, dp_size=size, state=state) if reads else None
@@ -113,6 +121,10 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, config: R
     if start is None:
         return Counters()
     path, manifest = start
+    if manifest.contents == WEIGHTS:
+        load_tensors(path, engine, weights_only=True)
+        console.line(f"weights from {path}, which holds nothing else: the run begins at step 0 with a fresh optimizer")
+        return Counters()
     fresh = new_feedback_tensors(config, manifest)
     load_tensors(path, engine, fresh=fresh)
     engine.optimizer.load_counters(manifest.state["optimizer"])

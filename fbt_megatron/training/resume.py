@@ -125,6 +125,25 @@ def _problem(key: str, old: Any, new: Any, past: Sequence[PastDifference]) -> st
     return f"{change} {difference.text}. {difference.remedy}{remedy}"
 
 
+def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
+    """`check_same_run` for a checkpoint of weights alone: only keys that say what the weights mean may not differ.
+
+    The length of rows is free, so that a model can go on with shorter or longer ones.
+    """
+    written = parse_config(manifest.config, source="the configuration in the checkpoint of weights", check_rules=False)
+    refused = [
+        f"{key}={show_value(new)}: the weights are of a model with {show_value(old)}. "
+        f"Set it to that, or allow it with --allow-config-change {key}."
+        for key, old, new in config_diff(written, config)
+        if (key.startswith("model.") or key == "feedback.fusion") and key not in (*_NOT_IN_WEIGHTS, *allowed)
+    ]
+    if refused:
+        raise ConfigError("the configuration, against the weights that it starts from", refused)
+
+
+_NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")
+
+
 def _what_is_at(source: Path) -> tuple[bool, Path]:
     """Whether a path is one checkpoint, and the path or the folder of checkpoints to look in."""
     if (source / MANIFEST_NAME).exists():

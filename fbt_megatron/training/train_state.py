@@ -51,11 +51,12 @@ def shards_of(engine: TrainEngine) -> dict[str, LogicalShards]:
     return _group(_master_parts(engine), prefix="weights") | _optimizer_shards(engine, tied_copies=False)
 
 
-def load_tensors(path: Path, engine: TrainEngine, *, fresh: Collection[str] = ()) -> None:
+def load_tensors(path: Path, engine: TrainEngine, *, fresh: Collection[str] = (), weights_only: bool = False) -> None:
     """Set weights and optimizer state from a checkpoint, whatever layout wrote it.
 
-    The logical tensors named in `fresh` are not in it: they keep the weights and the state that they have. Raises
-    CheckpointError where another tensor is missing, or has another shape.
+    The logical tensors named in `fresh` are not in it: they keep the weights and the state that they have. With
+    `weights_only` the optimizer keeps all the state that it has. Raises CheckpointError where another tensor is
+    missing, or has another shape.
     """
     # Each rank reads its whole parameters: the copies that compute need them, and ZeRO's fragment is a part of them.
     buffers = {
@@ -67,7 +68,8 @@ def load_tensors(path: Path, engine: TrainEngine, *, fresh: Collection[str] = ()
         for name, layout in engine.layouts.items()
         for piece in pieces_of(layout)
     ]
-    shards = _group(parts, prefix="weights") | _optimizer_shards(engine, tied_copies=True)
+    optimizer = {} if weights_only else _optimizer_shards(engine, tied_copies=True)
+    shards = _group(parts, prefix="weights") | optimizer
     load_shards(path, {name: shard for name, shard in shards.items() if _tensor_name(name) not in fresh})
     engine.load_weights(buffers)
 
