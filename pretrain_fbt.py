@@ -85,11 +85,13 @@ def pretrain(config: RunConfig, launch: Launch, allowed_changes: list[str]) -> i
         with warnings.catch_warnings(action="ignore"):
             from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed
             from fbt_megatron.training.build import open_trainer
+            from fbt_megatron.training.console import print_warnings
             from fbt_megatron.training.failure import leave
             from fbt_megatron.training.watchdog import collective_timeout, watch
 
         # megatron-core warns of optional libraries and of its own options; `Kernels.describe` says what is in use.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        print_warnings(launch.label)
         timeout = collective_timeout(config.resilience)
         init_distributed(launch, timeout_seconds=timeout)
         watchdog = watch(config, launch)

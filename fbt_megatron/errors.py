@@ -52,6 +52,10 @@ class DataError(FBTError):
     exit_status = 3
 
 
+class DataSetupError(DataError):
+    """Data cannot be read because of a setting or a limit of this process: passing over it would be no way out."""
+
+
 class CheckpointError(FBTError):
     """A checkpoint cannot be written, or none that was found can be loaded."""
 

@@ -282,12 +282,16 @@ class DataConfig:
     reset_attention_mask: bool = True
     """Tokens see their own document only. `false`: the whole row before them; feedback and labels still stop at
     documents."""
-    on_error: Literal["stop"] = "stop"
-    """What to do with a sample that cannot be read."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with training documents that cannot be read or are damaged: stop the run, or pass over and count them.
+    Validation data always stops it."""
+    max_skipped: float = 0.01
+    """With `on_error: skip`: the largest share of an epoch's documents that may be passed over; more stop the run."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "streams")
         yield from _not_negative(self, "workers")
+        yield from _fractions(self, "max_skipped")
         if not self.train:
             yield "train is empty: name a data set folder or shards."
 

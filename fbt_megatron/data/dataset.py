@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fbt_megatron.data import storage
+from fbt_megatron.data.document_reader import DocumentReader, ReadDocument
 from fbt_megatron.data.format import DATASET_FILE, decode_token_bytes
 from fbt_megatron.data.order import Span
-from fbt_megatron.data.samples import PlainSamples, SampleDecoder, StoredTokens, damaged, read_samples
+from fbt_megatron.data.samples import PlainSamples, StoredTokens
 from fbt_megatron.data.shards import Described, Shard, find_shards
 from fbt_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from fbt_megatron.errors import DataError
-
-logger = logging.getLogger(__name__)
-
-_MAX_READ_FAILURES = 5
-_FIRST_WAIT_SECONDS = 0.5
 
 IntArray = NDArray[np.int64]
 
@@ -32,7 +27,7 @@ class DocumentDataset:
     """Documents of a list of shards."""
 
     shards: tuple[Shard, ...]
-    decoder: SampleDecoder
+    reader: DocumentReader
     pad_id: int
     """Token that fills rows without data: the end-of-document id, or 0 where it is not known."""
     token_bytes: IntArray | None
@@ -54,48 +49,19 @@ class DocumentDataset:
         lines = (f"{shard.identity} {shard.num_documents}" for shard in self.shards)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def read(self, span: Span) -> Iterator[tuple[str, IntArray]]:
-        """Key and token ids (int64) of the documents of `span`, in order.
-
-        A remote read that fails is tried again from the document where it failed.
-
-        Raises:
-            DataError: the shard cannot be read, is damaged, or a document does not fit the vocabulary.
-        """
-        shard = self.shards[span.shard]
-        index = shard.index()
-        document, stop, failures = span.first, span.first + span.count, 0
-        while document < stop:
-            try:
-                for key, tokens in self._read_once(shard, index, document, stop):
-                    yield key, tokens
-                    document, failures = document + 1, 0
-            except storage.READ_ERRORS as error:
-                failures += 1
-                if failures > _MAX_READ_FAILURES or not storage.is_transient(shard.location, error):
-                    raise storage.read_failure(shard.location, error) from error
-                logger.warning("%s: %s; trying again from document %d", shard.location, error, document)
-                time.sleep(_FIRST_WAIT_SECONDS * 2**failures)
-
-    def _read_once(self, shard: Shard, index: IntArray, first: int, stop: int) -> Iterator[tuple[str, IntArray]]:
-        sequential = storage.is_sequential(shard.location)
-        samples = read_samples(
-            shard.location,
-            offset=0 if sequential else int(index[first, 0]),
-            skip=first if sequential else 0,
-            count=stop - first,
-            suffixes=self.decoder.suffixes,
-        )
-        document = first
-        for key, sample in samples:
-            where = f"{shard.location}: sample {key}"
-            yield key, self.decoder.decode(sample, index[document], where)
-            document += 1
-        if document < stop:
-            raise damaged(shard.location, f"it ends after {document} of {shard.num_documents} documents")
+    def read(self, span: Span) -> Iterator[ReadDocument]:
+        """The documents of `span`, in order; see `DocumentReader.read`."""
+        return self.reader.read(self.shards[span.shard], span.first, span.count)
 
 
-def open_dataset(spec: str | Sequence[str], *, tokenizer: str | None, vocab_size: int, key: str) -> DocumentDataset:
+def open_dataset(
+    spec: str | Sequence[str],
+    *,
+    tokenizer: str | None,
+    vocab_size: int,
+    key: str,
+    on_error: Literal["stop", "skip"] = "stop",
+) -> DocumentDataset:
     """Find a data set and check what can be checked without reading it.
 
     Args:
@@ -103,11 +69,12 @@ def open_dataset(spec: str | Sequence[str], *, tokenizer: str | None, vocab_size
         tokenizer: value of `data.tokenizer`: for tars that hold text.
         vocab_size: value of `model.vocab_size`.
         key: which setting `spec` is, for messages.
+        on_error: what to do with documents that cannot be read.
 
     Raises:
         DataError: missing, empty, of other sizes than described, or made for another vocabulary or tokenizer.
     """
-    shards, described = find_shards(spec, key=key)
+    shards, described = find_shards(spec, key=key, check_sizes=on_error == "stop")
     if not sum(shard.num_documents for shard in shards):
         raise DataError(f"{key}={spec}: the data set has zero documents. Build it from inputs that hold text.")
     text_tokenizer = load_tokenizer(tokenizer) if tokenizer else None
@@ -116,7 +83,7 @@ def open_dataset(spec: str | Sequence[str], *, tokenizer: str | None, vocab_size
     if described is None:
         return DocumentDataset(
             shards=tuple(shards),
-            decoder=PlainSamples(text_tokenizer, vocab_size),
+            reader=DocumentReader(PlainSamples(text_tokenizer, vocab_size), on_error=on_error),
             pad_id=text_tokenizer.eos_id if text_tokenizer else 0,
             token_bytes=text_tokenizer.token_bytes().astype(np.int64) if text_tokenizer else None,
         )
@@ -128,7 +95,7 @@ def open_dataset(spec: str | Sequence[str], *, tokenizer: str | None, vocab_size
         )
     return DocumentDataset(
         shards=tuple(shards),
-        decoder=StoredTokens(described.info),
+        reader=DocumentReader(StoredTokens(described.info), on_error=on_error),
         pad_id=described.info.eos_id,
         token_bytes=_read_token_bytes(described),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,6 +72,12 @@ class TrainLoader:
         return max(cursor.epoch for cursor in self._state.cursors.values())
 
     @property
+    def skipped(self) -> tuple[int, int]:
+        """Documents that the streams of this rank have passed over since the beginning of the run, and their tokens."""
+        cursors = self._state.cursors.values()
+        return sum(cursor.skipped for cursor in cursors), sum(cursor.skipped_tokens for cursor in cursors)
+
+    @property
     def last_documents(self) -> dict[int, tuple[str, ...]]:
         """Keys of the documents in each row of the last step, by global row number."""
         return self._documents
@@ -97,6 +103,10 @@ class TrainLoader:
             for stream, row in delivery.rows.items()
         }
         return [_collate(delivery, self._layout) for delivery in step]
+
+    def check_skipped(self, skipped: int, epoch: int) -> None:
+        """Raise DataError where so many documents, over all ranks, are more than `data.max_skipped` allows."""
+        self._reader.check_skipped(skipped, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's streams go on after the last step; see `loader_state.merge_loader_states`."""
@@ -155,7 +165,7 @@ def build_train_loader(
     Raises:
         DataError: the data set cannot be used, is too small, or is not the one that `state` belongs to.
     """
-    dataset = _open(config, "train")
+    dataset = _open(config, "train", on_error=config.data.on_error)
     num_streams, seq_length = config.data.streams, config.model.seq_length
     _check_enough(dataset, num_streams=num_streams, seq_length=seq_length)
     layout = _layout(config, dp_rank, dp_size)
@@ -167,7 +177,7 @@ def build_train_loader(
         else LoaderState.restored(state, layout, fingerprint=dataset.fingerprint)
     )
     return TrainLoader(
-        StreamReader(dataset, order, num_streams, seq_length),
+        StreamReader(dataset, order, num_streams, seq_length, max_skipped=config.data.max_skipped),
         layout,
         cycles_per_step=config.train.global_batch_size // num_streams,
         workers=config.data.workers,
@@ -183,10 +193,11 @@ def build_validation_loader(config: RunConfig, *, dp_rank: int, dp_size: int) ->
     """
     if config.data.validation is None:
         return None
-    dataset = _open(config, "validation")
+    # A validation loss over fewer documents would look like a better or a worse model.
+    dataset = _open(config, "validation", on_error="stop")
     order = DocumentOrder([shard.num_documents for shard in dataset.shards], seed=None)
     return ValidationLoader(
-        StreamReader(dataset, order, config.data.streams, config.model.seq_length),
+        StreamReader(dataset, order, config.data.streams, config.model.seq_length, max_skipped=0.0),
         _layout(config, dp_rank, dp_size),
         batches=config.evaluation.batches,
         cycles_per_batch=config.train.global_batch_size // config.data.streams,
@@ -233,12 +244,13 @@ def _collate(delivery: _Delivery, layout: StreamLayout) -> TrainBatch:
     )
 
 
-def _open(config: RunConfig, section: str) -> DocumentDataset:
+def _open(config: RunConfig, section: str, *, on_error: Literal["stop", "skip"]) -> DocumentDataset:
     return open_dataset(
         getattr(config.data, section),
         tokenizer=config.data.tokenizer,
         vocab_size=config.model.vocab_size,
         key=f"data.{section}",
+        on_error=on_error,
     )
 
 

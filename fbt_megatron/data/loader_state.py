@@ -13,7 +13,7 @@ from fbt_megatron.data.packing import Cursor
 from fbt_megatron.data.streams import StreamLayout
 from fbt_megatron.errors import DataError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass

@@ -37,6 +37,10 @@ class Cursor:
     """Document, counted inside the stream's range of that epoch."""
     offset: int = 0
     """Token, counted inside the document."""
+    skipped: int = 0
+    """Documents of the stream that were passed over on the way here, in all epochs."""
+    skipped_tokens: int = 0
+    """Tokens of those, as far as an index states them."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def _take_padded_row(pending: deque[Document], num_pending: int, seq_length: int
     """The last row of a finite stream: what is left, then padding that counts as a document without labels."""
     num_padding = seq_length + 1 - num_pending
     last = pending[-1].start
-    end = Cursor(epoch=last.epoch, document=last.document + 1)
+    end = replace(last, document=last.document + 1, offset=0)
     pending.append(Document(key="", tokens=np.full(num_padding, pad_id, dtype=np.int64), start=end))
     row = _take_row(pending, seq_length)
     labels = row.labels.copy()

@@ -31,7 +31,7 @@ _SECONDS_TO_END = 5.0
 class _Failure:
     """A `DataError` on its way out of a reader process."""
 
-    message: str
+    error: DataError
 
 
 class ReaderProcesses(Generic[Item]):
@@ -77,7 +77,7 @@ class ReaderProcesses(Generic[Item]):
         except (EOFError, OSError):  # the latter in the middle of a message
             raise self._death_of(worker) from None
         if isinstance(item, _Failure):
-            raise DataError(item.message)
+            raise item.error
         received: Item = item
         return received
 
@@ -116,7 +116,7 @@ def _run_reader(
         for item in read(worker, workers):
             items.put(item)
     except DataError as error:
-        items.put(_Failure(str(error)))
+        items.put(_Failure(error))
         sender.join()
 
 

@@ -13,7 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from fbt_megatron.data.format import (
     token_dtype,
 )
 from fbt_megatron.data.tokenizer import Tokenizer, encode_document, starts_with_bos
-from fbt_megatron.errors import DataError
+from fbt_megatron.errors import DataError, DataSetupError
 
 TEXT_SUFFIX = "txt"
 PLAIN_SUFFIXES = frozenset({TOKENS_SUFFIX, TEXT_SUFFIX, METADATA_SUFFIX})
@@ -59,6 +59,7 @@ class SampleDecoder(Protocol):
 
         Raises:
             DataError: the sample holds no tokens or text, an id outside the vocabulary, or not what the index states.
+                DataSetupError where another setting is needed to decode it.
         """
 
 
@@ -92,7 +93,7 @@ class PlainSamples:
             return self._decode_tokens(sample[TOKENS_SUFFIX], where)
         text = _text_of(sample, where)
         if self._tokenizer is None:
-            raise DataError(f"{where}: holds text. Set data.tokenizer to turn it into tokens.")
+            raise DataSetupError(f"{where}: holds text. Set data.tokenizer to turn it into tokens.")
         return np.asarray(encode_document(self._tokenizer, text, add_bos=self._add_bos), dtype=np.int64)
 
     def _decode_tokens(self, data: bytes, where: str) -> IntArray:
@@ -100,7 +101,7 @@ class PlainSamples:
         dtype = token_dtype(self._vocab_size)
         ids = decode_tokens(data, dtype, self._vocab_size, len(data) // storage_dtype(dtype).itemsize, where)
         if dtype == "uint16" and len(ids) >= 8 and not len(ids) % 2 and not ids[1::2].any():
-            raise DataError(
+            raise DataSetupError(
                 f"{where}: every other id is 0, so these are 32-bit ids, but a vocabulary of {self._vocab_size} is "
                 "stored in 16 bits. Store them as uint16 or build the shards with tools/build_shards.py."
             )
@@ -108,13 +109,13 @@ class PlainSamples:
 
 
 def read_samples(
-    location: str, *, offset: int, skip: int, count: int, suffixes: frozenset[str]
+    stream: BinaryIO, location: str, *, skip: int, count: int, suffixes: frozenset[str]
 ) -> Iterator[tuple[str, Sample]]:
     """Key and members of consecutive samples.
 
     Args:
-        location: the tar.
-        offset: byte at which reading starts: the header of a sample.
+        stream: a tar, from the header of a sample on.
+        location: where it lies, for messages.
         skip: samples to pass over first.
         count: samples to yield; fewer come if the tar ends.
         suffixes: members to read; the others are passed over.
@@ -122,14 +123,16 @@ def read_samples(
     Raises:
         DataError: this is no tar, or it is damaged. Failures to read raise one of `storage.READ_ERRORS`.
     """
-    with closing(storage.open_at(location, offset)) as stream:
-        source = [{"url": location, "stream": stream}]
-        files = tar_file_expander(source, select_files=lambda name: base_plus_ext(name)[1] in suffixes)
-        try:
-            for sample in islice(group_by_keys(files), skip, skip + count):
-                yield sample["__key__"], sample
-        except (tarfile.TarError, ValueError) as error:
-            raise damaged(location, str(error.args[0] if error.args else error).split(" @ ")[0]) from error
+    source = [{"url": location, "stream": stream}]
+    files = tar_file_expander(source, select_files=lambda name: base_plus_ext(name)[1] in suffixes)
+    try:
+        for sample in islice(group_by_keys(files), skip, skip + count):
+            yield sample["__key__"], sample
+    except storage.READ_ERRORS as error:
+        _restore_message(error)
+        raise
+    except (tarfile.TarError, ValueError) as error:
+        raise damaged(location, str(error.args[0] if error.args else error).split(" @ ")[0]) from error
 
 
 def scan_samples(location: str) -> IntArray:
@@ -168,6 +171,12 @@ def _selected_members(stream: Any, *, sequential: bool) -> Iterator[tuple[str, i
             if member.isreg() and suffix in PLAIN_SUFFIXES and not _METADATA_NAME.match(member.name):
                 tokens = member.size // 2 if suffix == TOKENS_SUFFIX else member.size + _NUM_SPECIAL_TOKENS
                 yield member.name, member.offset, tokens
+
+
+def _restore_message(error: BaseException) -> None:
+    """Take away what webdataset adds to the arguments of an exception: ` @ <stream>`, and the stream and its URL."""
+    own = error.args[:-2]
+    error.args = (str(own[0]).rpartition(" @ ")[0], *own[1:]) if own else ()
 
 
 def _text_of(sample: Sample, where: str) -> str:

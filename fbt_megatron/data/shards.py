@@ -97,12 +97,15 @@ class Described:
     info: DatasetInfo
 
 
-def find_shards(spec: str | Sequence[str], *, key: str) -> tuple[list[Shard], Described | None]:
+def find_shards(
+    spec: str | Sequence[str], *, key: str, check_sizes: bool = True
+) -> tuple[list[Shard], Described | None]:
     """The shards that `spec` names, and the description they share, if they have one.
 
     Args:
         spec: value of `data.train` or `data.validation`.
         key: the name of that setting, for messages.
+        check_sizes: compare local shards and indexes with the sizes in `dataset.json`.
 
     Raises:
         DataError: nothing is there, a shard is missing, damaged or of another size than described, or the shards do not
@@ -117,7 +120,7 @@ def find_shards(spec: str | Sequence[str], *, key: str) -> tuple[list[Shard], De
         raise DataError(f"{key}={spec!r}: names no shards. Give a folder with {DATASET_FILE} or tar files.")
     described = _common_description([description for _, description in found], key)
     for shard, _ in found:
-        if shard.info is not None and not storage.is_remote(shard.location):
+        if check_sizes and shard.info is not None and not storage.is_remote(shard.location):
             shard.check_sizes()
     return [shard for shard, _ in found], described
 

@@ -6,25 +6,52 @@ The output of a command can only be read from its beginning.
 
 from __future__ import annotations
 
+import errno
 import io
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import aiohttp
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from fbt_megatron.errors import DataError
+from fbt_megatron.data.retries import Backoff
+from fbt_megatron.errors import DataError, DataSetupError
+
+T = TypeVar("T")
 
 PIPE_PREFIX = "pipe:"
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 SHARD_SUFFIXES = (".tar", *COMPRESSED_SUFFIXES)
 _FORBIDDEN = 403
+_TOO_MANY_REQUESTS = 429
+_SERVER_ERROR = 500
 
 READ_ERRORS = (OSError, aiohttp.ClientError, TimeoutError)
 """What file systems raise when bytes cannot be had."""
+
+# What a disk or a network file system says for a moment: while a connection breaks, a server moves or is busy.
+_PASSING = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EPIPE,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+}
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 def is_pipe(location: str) -> bool:
@@ -38,8 +65,8 @@ def is_sequential(location: str) -> bool:
 
 
 def is_remote(location: str) -> bool:
-    """Whether a read goes over a network, where trying again may help."""
-    return "://" in location and not location.startswith("file://")
+    """Whether a read goes over a network, by a protocol of its own."""
+    return "://" in location and not location.startswith(("file://", PIPE_PREFIX))
 
 
 def join(folder: str, name: str) -> str:
@@ -66,6 +93,11 @@ def naming_errors(location: str) -> Iterator[None]:
 
 def read_failure(location: str, error: BaseException) -> DataError:
     """The `DataError` for an exception of `READ_ERRORS`."""
+    if isinstance(error, OSError) and error.errno in _OWN_LIMITS:
+        return DataSetupError(
+            f"{location}: cannot be opened ({error}). Raise the limits of this process (ulimit -n), or lower "
+            "data.workers or data.streams."
+        )
     return DataError(
         f"{location}: cannot be read ({type(error).__name__}: {error}). Check that it exists and may be read."
     )
@@ -73,10 +105,11 @@ def read_failure(location: str, error: BaseException) -> DataError:
 
 def is_transient(location: str, error: BaseException) -> bool:
     """Whether the same read may succeed a little later."""
-    lasting = (FileNotFoundError, PermissionError, IsADirectoryError)
-    if isinstance(error, aiohttp.ClientResponseError) and error.status < 500:
-        return False
-    return is_remote(location) and not isinstance(error, lasting)
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status >= _SERVER_ERROR or error.status == _TOO_MANY_REQUESTS
+    if is_remote(location) or is_pipe(location):
+        return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+    return isinstance(error, OSError) and error.errno in _PASSING
 
 
 def size_of(location: str) -> int:
@@ -87,7 +120,7 @@ def size_of(location: str) -> int:
     """
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return int(file_system.size(path))
+        return int(_persistently(location, lambda: file_system.size(path)))
 
 
 def read_bytes(location: str) -> bytes:
@@ -98,7 +131,7 @@ def read_bytes(location: str) -> bytes:
     """
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return bytes(file_system.cat_file(path))
+        return bytes(_persistently(location, lambda: file_system.cat_file(path)))
 
 
 def read_bytes_if_there(location: str) -> bytes | None:
@@ -110,7 +143,7 @@ def read_bytes_if_there(location: str) -> bytes | None:
     file_system, path = _file_system(location)
     with naming_errors(location):
         try:
-            return bytes(file_system.cat_file(path))
+            return bytes(_persistently(location, lambda: file_system.cat_file(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except aiohttp.ClientResponseError as error:
@@ -124,7 +157,7 @@ def is_folder(location: str) -> bool:
     """Whether `location` is a folder that can be listed."""
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return bool(file_system.isdir(path))
+        return bool(_persistently(location, lambda: file_system.isdir(path)))
 
 
 def list_shards(folder: str) -> list[str]:
@@ -135,7 +168,7 @@ def list_shards(folder: str) -> list[str]:
     """
     file_system, path = _file_system(folder)
     with naming_errors(folder):
-        names = sorted(str(name) for name in file_system.ls(path, detail=False))
+        names = sorted(str(name) for name in _persistently(folder, lambda: file_system.ls(path, detail=False)))
     shards = [name for name in names if name.endswith(SHARD_SUFFIXES)]
     if isinstance(file_system, LocalFileSystem):
         return shards
@@ -151,9 +184,20 @@ def open_at(location: str, offset: int) -> BinaryIO:
     if is_pipe(location):
         return io.BufferedReader(_CommandOutput(location.removeprefix(PIPE_PREFIX)))
     file_system, path = _file_system(location)
-    stream: BinaryIO = file_system.open(path, "rb")
+    stream: BinaryIO = _persistently(location, lambda: file_system.open(path, "rb"))
     stream.seek(offset)
     return stream
+
+
+def _persistently(location: str, read: Callable[[], T]) -> T:
+    """The result of `read`, which is tried again where it fails for a reason that may pass."""
+    backoff = Backoff()
+    while True:
+        try:
+            return read()
+        except READ_ERRORS as error:
+            if not (is_transient(location, error) and backoff.wait(location, error)):
+                raise
 
 
 def _file_system(location: str) -> tuple[Any, str]:

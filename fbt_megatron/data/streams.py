@@ -8,11 +8,12 @@ depend on the number of ranks, nor does the order of rows within a stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count, repeat
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
 
 from fbt_megatron.data.dataset import DocumentDataset
+from fbt_megatron.data.document_reader import ReadDocument
 from fbt_megatron.data.order import DocumentOrder
 from fbt_megatron.data.packing import Cursor, Document, PackedRow, masked_row, pack_rows
 from fbt_megatron.errors import DataError
@@ -63,6 +64,8 @@ class StreamReader:
     order: DocumentOrder
     num_streams: int
     seq_length: int
+    max_skipped: float
+    """Largest share of an epoch's documents that may be passed over."""
 
     def training_rows(self, stream: int, cursor: Cursor) -> Iterator[PackedRow]:
         """Rows of `stream` from `cursor` on, epoch after epoch, without end."""
@@ -75,24 +78,55 @@ class StreamReader:
         yield from pack_rows(documents, seq_length=self.seq_length, pad_id=self.dataset.pad_id)
         yield from repeat(masked_row(self.seq_length, pad_id=self.dataset.pad_id, cursor=end))
 
+    def check_skipped(self, skipped: int, epoch: int) -> None:
+        """Stop a run that loses its data.
+
+        Args:
+            skipped: documents passed over since the beginning of the run.
+            epoch: number of the epoch that is furthest, counted from 0.
+
+        Raises:
+            DataError: they are more than the allowed share of the documents of the epochs begun so far.
+        """
+        begun = self.dataset.num_documents * (epoch + 1)
+        if skipped > self.max_skipped * begun:
+            raise DataError(
+                f"data.on_error=skip: {skipped:,} of the {begun:,} documents of the epochs begun so far were passed "
+                f"over, and data.max_skipped={self.max_skipped:g} allows {int(self.max_skipped * begun):,}. What was "
+                "printed before says why; tools/verify_shards.py finds all damage. Repair the data set, or raise "
+                "data.max_skipped."
+            )
+
     def _repeated_documents(self, stream: int, cursor: Cursor) -> Iterator[Document]:
-        for epoch in count(cursor.epoch):
-            start = cursor if epoch == cursor.epoch else Cursor(epoch=epoch)
-            num_tokens = 0
-            for document in self._documents(stream, start):
+        while True:
+            is_whole_epoch = cursor.document == cursor.offset == 0
+            end, num_tokens = yield from self._documents(stream, cursor)
+            if is_whole_epoch and not num_tokens:
+                raise DataError(
+                    f"stream {stream} of data.streams={self.num_streams} found no tokens in epoch {cursor.epoch}: its "
+                    "documents are empty or cannot be read. Lower data.streams or add text."
+                )
+            cursor = replace(end, epoch=cursor.epoch + 1, document=0)
+
+    def _documents(self, stream: int, cursor: Cursor) -> Generator[Document, None, tuple[Cursor, int]]:
+        """The documents of `stream` in one epoch from `cursor` on; returns the place after them and their tokens."""
+        start, stop = self.order.stream_range(stream, num_streams=self.num_streams)
+        num_tokens = 0
+        for span in self.order.epoch(cursor.epoch).spans(start + cursor.document, stop):
+            for read in self.dataset.read(span):
+                document = Document(key=read.key, tokens=read.tokens[cursor.offset :], start=cursor)
                 num_tokens += len(document.tokens)
                 yield document
-            if not num_tokens and start == Cursor(epoch=epoch):
-                raise DataError(
-                    f"stream {stream} of data.streams={self.num_streams} found no tokens in epoch {epoch}: its "
-                    "documents are empty. Lower data.streams or add text."
-                )
+                cursor = replace(cursor, document=cursor.document + 1, offset=0)
+                if read.skipped:
+                    cursor = self._after_skipped(cursor, read)
+        return cursor, num_tokens
 
-    def _documents(self, stream: int, cursor: Cursor) -> Iterator[Document]:
-        """The documents of `stream` in one epoch, from `cursor` on."""
-        start, stop = self.order.stream_range(stream, num_streams=self.num_streams)
-        document, offset = cursor.document, cursor.offset
-        for span in self.order.epoch(cursor.epoch).spans(start + document, stop):
-            for key, tokens in self.dataset.read(span):
-                yield Document(key=key, tokens=tokens[offset:], start=Cursor(cursor.epoch, document, offset))
-                document, offset = document + 1, 0
+    def _after_skipped(self, cursor: Cursor, read: ReadDocument) -> Cursor:
+        """`cursor` with one more document passed over; raises DataError where this stream alone has lost too many.
+
+        The trainer adds the streams up, but a stream that finds nothing to read would never hand it a row.
+        """
+        after = replace(cursor, skipped=cursor.skipped + 1, skipped_tokens=cursor.skipped_tokens + read.skipped_tokens)
+        self.check_skipped(after.skipped, after.epoch)
+        return after

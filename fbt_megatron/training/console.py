@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -91,6 +92,18 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def print_warnings(label: str) -> None:
+    """Print what modules warn of (reads tried again, documents passed over) on standard error, behind `label`.
+
+    Reader processes, which are forked, do the same.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{label}%(message)s"))
+    package = logging.getLogger("fbt_megatron")
+    package.addHandler(handler)
+    package.propagate = False
 
 
 def format_duration(seconds: float) -> str:

@@ -29,7 +29,8 @@ class StepRecord:
     """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes.
 
     `losses` is the cross entropy of each pass per trained token; `loss` combines them, without `z_loss`. `grad_norm` is
-    the norm before clipping, None in a skipped step. `epoch` counts how often a stream has begun its data anew.
+    the norm before clipping, None in a skipped step. `epoch` counts how often a stream has begun its data anew,
+    `skipped_documents` those that the run has passed over because they cannot be read.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     weight_decay: float
     skipped_steps: int
     epoch: int
+    skipped_documents: int
     step_seconds: float
     step_tokens: int
 
@@ -62,6 +64,7 @@ class StepRecord:
             "weight_decay": self.weight_decay,
             "skipped_steps": self.skipped_steps,
             "epoch": self.epoch,
+            "skipped_documents": self.skipped_documents,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.step_tokens / self.step_seconds,
         }

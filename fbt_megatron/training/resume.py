@@ -33,6 +33,7 @@ _FREE_KEYS = (
     "data.workers",
     "data.validation",
     "data.on_error",
+    "data.max_skipped",
     "train.micro_batch_size",
     "train.run_dir",
     "train.stop_step",

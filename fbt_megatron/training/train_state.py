@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "webdataset", "numpy")
 
 @dataclass
 class Counters:
-    """Progress of a run. `tokens` counts rows x S, not times the passes.
+    """Progress of a run. `tokens` counts rows x S, not times the passes; the cursors hold `skipped_documents` too.
 
     `validation_due` is true where a signal cut the validation of this step short.
     """
@@ -36,6 +36,7 @@ class Counters:
     skipped_steps: int = 0
     consecutive_skips: int = 0
     validation_due: bool = False
+    skipped_documents: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Plain values for a manifest; `Counters(**values)` reads them back."""

@@ -246,11 +246,31 @@ class Trainer:
             batches = [] if self.loader is None else self.loader.next_step()
         except DataError as caught:
             error = caught
-        own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None)])
-        total, failures = sum_across(own.to(self.topology.device)).tolist()
+        skipped = (0, 0) if self.loader is None else self.loader.skipped
+        own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None), *skipped])
+        total, failures, *skipped_in_all = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
+        self._note_skipped(*skipped_in_all)
         return self._share(batches), total
+
+    def _note_skipped(self, documents: int, tokens: int) -> None:
+        """Keep how many documents the run has passed over, and say how many are new; raises DataError if too many."""
+        new = documents - self.counters.skipped_documents
+        if not new:
+            return
+        self.counters.skipped_documents = documents
+        self.console.line(
+            f"documents that cannot be read and are passed over: {new:,} in step {self.counters.step + 1}, "
+            f"{documents:,} ({tokens:,} tokens) in the run"
+        )
+        epoch = self._epoch()
+        agree_on_errors(lambda: None if self.loader is None else self.loader.check_skipped(documents, epoch))
+
+    def _epoch(self) -> int:
+        """How often the stream that is furthest has begun its data anew."""
+        own = 0 if self.loader is None else self.loader.epoch
+        return int(max_across(torch.tensor(own, device=self.topology.device)))
 
     def _share(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         return share_batches(batches, self.config, self.topology)
@@ -282,7 +302,8 @@ class Trainer:
             lr_adam=settings.lr_adam,
             weight_decay=settings.weight_decay_normuon,
             skipped_steps=self.counters.skipped_steps,
-            epoch=int(max_across(torch.tensor(self.loader.epoch if self.loader else 0, device=self.topology.device))),
+            epoch=self._epoch(),
+            skipped_documents=self.counters.skipped_documents,
             step_seconds=self._timer.lap(),
             step_tokens=self._step_tokens,
         )

@@ -59,6 +59,14 @@ def write_dataset(
     return folder
 
 
+def spoil_document(path: Path, ids: Sequence[int], dtype: str = "uint16") -> None:
+    """Flip a bit of the second id of a document that occurs once in a shard."""
+    content, stored = bytearray(path.read_bytes()), pack_ids(ids, dtype)
+    assert content.count(stored) == 1
+    content[content.index(stored) + len(stored) // len(ids)] ^= 1
+    path.write_bytes(content)
+
+
 def run_config(
     train: Path | str | tuple[str, ...],
     *,

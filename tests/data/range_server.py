@@ -20,6 +20,8 @@ class RangeServer:
     """(path, range header) of each GET."""
     failures_left: int = 0
     """So many of the next range requests are answered with status 503."""
+    fails_whole_files: bool = False
+    """Requests without a range count as well."""
 
     def bytes_asked_for(self, suffix: str) -> int:
         """Bytes of the ranges that were asked of files with this suffix."""
@@ -47,7 +49,7 @@ def serve(folder: Path) -> Iterator[RangeServer]:
             path, asked = folder / self.path.lstrip("/"), self.headers.get("Range")
             if body:
                 state.requests.append((self.path, asked))
-            if asked and state.failures_left:
+            if (asked or (body and state.fails_whole_files)) and state.failures_left:
                 state.failures_left -= 1
                 self.send_error(503)
                 return

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections import Counter
+from dataclasses import asdict
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,7 @@ from fbt_megatron.config.validation import config_problems
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.loader import TrainLoader, build_train_loader, build_validation_loader
 from fbt_megatron.data.loader_state import merge_loader_states
+from fbt_megatron.data.packing import Cursor
 from fbt_megatron.errors import DataError
 from tests.data.datasets import run_config, write_dataset, write_tar
 from tests.data.range_server import serve
@@ -131,6 +133,27 @@ def test_streams_partition_an_epoch(tmp_path: Path) -> None:
         assert sorted(ids) == list(range(12))
 
 
+@pytest.mark.parametrize("counts", [UNEVEN, (9,), (1,) * 9, (17, 0, 2)])
+def test_a_document_is_read_by_one_rank_and_reader_in_a_pass(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    """Two ranks of two readers: in each pass every document once, over all of them, and in another order each time."""
+    folder = write_dataset(tmp_path, numbered_documents(counts))
+    config = run_config(folder, streams=8, micro_batch_size=2, global_batch_size=8, workers=2)
+    rows = read_rows(config, 12, dp_size=2)
+    num_documents = sum(counts)
+    sizes = [(v + 1) * num_documents // 8 - v * num_documents // 8 for v in range(8)]
+    passes = []
+    for epoch in range(12 // max(sizes)):
+        read = {
+            v: [rows[n * 8 + v][0] for n in range(epoch * size, (epoch + 1) * size)] for v, size in enumerate(sizes)
+        }
+        # Streams 0 to 3 are those of rank 0, and each two of them, a group, those of one reader.
+        readers = [[i for v in (2 * r, 2 * r + 1) for i in read[v]] for r in range(4)]
+        assert sorted(i for reader in readers for i in reader) == list(range(num_documents))
+        passes.append(readers)
+    assert len(passes) >= 4
+    assert all(one != other for one, other in pairwise(passes)) or max(counts) == 1
+
+
 def test_one_shard_serves_two_ranks(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path, numbered_documents((8,)))
     rows = read_rows(run_config(folder, streams=4, global_batch_size=4), 2, dp_size=2)
@@ -204,7 +227,7 @@ def test_the_state_is_that_of_the_batches_handed_out(uneven: Path) -> None:
     for workers in (0, 2):
         config = run_config(uneven, streams=4, global_batch_size=4, workers=workers)
         loader = build_train_loader(config, dp_rank=0, dp_size=1)
-        assert loader.state_dict()["cursors"]["0"] == {"epoch": 0, "document": 0, "offset": 0}
+        assert loader.state_dict()["cursors"]["0"] == asdict(Cursor())
         loader.next_step()
         time.sleep(0.2)
         states.append(loader.state_dict())

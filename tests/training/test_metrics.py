@@ -28,6 +28,7 @@ STEP = StepRecord(
     weight_decay=0.01,
     skipped_steps=0,
     epoch=3,
+    skipped_documents=4,
     step_seconds=2.0,
     step_tokens=4096,
 )
@@ -83,6 +84,7 @@ def test_a_step(tmp_path: Path) -> None:
         "weight_decay": 0.01,
         "skipped_steps": 0,
         "epoch": 3,
+        "skipped_documents": 4,
         "step_seconds": 2.0,
         "tokens_per_second": 2048.0,
     }

@@ -8,17 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from megatron.core import parallel_state
 
 from fbt_megatron.config.schema import LoggingConfig, ParallelConfig, RunConfig
 from fbt_megatron.data.loader import build_train_loader
 from fbt_megatron.errors import RunDirError
-from fbt_megatron.parallel.topology import ParallelTopology, build_topology
+from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.stop_signal import StopSignal
-from tests.distributed import run_distributed
 from tests.training.samples import Sample, read_samples_log
 from tests.training.tiny_run import tiny_run, write_data
 
@@ -140,26 +138,3 @@ def test_a_folder_that_cannot_be_made(topology: ParallelTopology, tmp_path: Path
     (tmp_path / "samples").write_text("in the way")
     with pytest.raises(RunDirError, match=r"samples.*cannot be written"):
         SampleLog(tmp_path, rank=0, enabled=True, console=Console(enabled=False)).open(resume_step=0)
-
-
-# Two ranks
-
-
-def _on_two_ranks(rank: int, folder: str, data: str) -> None:
-    """Two replicas, then one replica of two tensor-parallel ranks, then two replicas again."""
-    for name, stop_step, lost_steps in (("data", 1, 3), ("tensor", 3, 1), ("data", None, 0)):
-        if parallel_state.is_initialized():
-            parallel_state.destroy_model_parallel()
-        config = logged_run(Path(folder), Path(data), tensor=2 if name == "tensor" else 1)
-        train(config, build_topology(config.parallel), stop_step=stop_step, lost_steps=lost_steps)
-
-
-@pytest.mark.distributed
-def test_the_layout_may_change_between_starts(data: Path, tmp_path: Path) -> None:
-    run_distributed(_on_two_ranks, 2, str(tmp_path), str(data))
-    assert read_samples_log(tmp_path) == expected_samples(logged_run(tmp_path, data))
-    steps = {
-        path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
-        for path in (tmp_path / "samples").iterdir()
-    }
-    assert steps == {"rank_00000.jsonl": [1, 2, 3, 4, 5], "rank_00001.jsonl": [1, 4, 5]}
