@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_PRELOADED = ["fbt_megatron.training.build", "deepspeed", __name__]
+
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 300.0) -> list[Any]:
     """Results of `fn(rank, *args)` on `world_size` gloo ranks, in rank order.
@@ -20,7 +22,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     `fn` is a module-level function; arguments and results are pickled. An exception in a rank fails the caller with the
     trace of that rank.
     """
-    context = mp.get_context("spawn")
+    # Ranks are forked from a server that has done the imports, which take longer than most tests.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     results = context.SimpleQueue()
     port = _free_port()
     processes = [

@@ -21,10 +21,10 @@ _OfStep: TypeAlias = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class PastDifference:
-    """The first step of the past that two configurations treat differently, in one respect.
+    """The first step of the past that two configurations treat differently, in one aspect.
 
-    `keys` are those that the respect depends on, `text` says what the step was and would have been, `remedy` how the
-    new configuration can keep it, or is empty.
+    `keys` are those that the aspect depends on, `text` says what the step was and would have been, `remedy` how the new
+    configuration can keep it, or is empty.
     """
 
     step: int
@@ -34,7 +34,7 @@ class PastDifference:
 
 
 @dataclass(frozen=True)
-class _Respect:
+class _Aspect:
     """One function of the step, the keys that it depends on, and how a difference is told (old value, new value)."""
 
     keys: tuple[str, ...]
@@ -44,15 +44,15 @@ class _Respect:
 
 
 def past_differences(old: RunConfig, new: RunConfig, *, last_step: int) -> list[PastDifference]:
-    """In which respects the configurations do not agree on the steps 1 to `last_step`; both runs must be that long."""
+    """Where the configurations do not agree on the steps 1 to `last_step`, by aspect; both runs must be that long."""
     differences = []
-    for respect in _RESPECTS:
-        before, after = respect.function(old), respect.function(new)
+    for aspect in _ASPECTS:
+        before, after = aspect.function(old), aspect.function(new)
         step = next((step for step in range(1, last_step + 1) if before(step) != after(step)), None)
         if step is not None:
-            text = f"step {step} {respect.text(before(step), after(step))}"
-            remedy = respect.remedy(old, new, step, last_step)
-            differences.append(PastDifference(step, respect.keys, text, remedy))
+            text = f"step {step} {aspect.text(before(step), after(step))}"
+            remedy = aspect.remedy(old, new, step, last_step)
+            differences.append(PastDifference(step, aspect.keys, text, remedy))
     return differences
 
 
@@ -104,8 +104,8 @@ def _fixed_borders(old: RunConfig, new: RunConfig, step: int, last_step: int) ->
     return "Ends of phases that are fractions move with train.steps: write them as step numbers. "
 
 
-_RESPECTS = (
-    _Respect(
+_ASPECTS = (
+    _Aspect(
         (
             "train.steps",
             "lr_schedule.warmup_steps",
@@ -117,18 +117,18 @@ _RESPECTS = (
         lambda old, new: f"had a learning-rate factor of {old:.6g} and would have had {new:.6g}",
         _shorter_cooldown,
     ),
-    _Respect(
+    _Aspect(
         ("train.steps", "lr_schedule.cooldown_fraction", "loss.z_loss", "loss.z_loss_when"),
         _z_loss,
         lambda old, new: f"had a z-loss coefficient of {old:.6g} and would have had {new:.6g}",
     ),
-    _Respect(
+    _Aspect(
         ("train.steps", "feedback.schedule"),
         _num_passes,
         lambda old, new: f"ran {_passes(old)} and would have run {_passes(new)}",
         _fixed_borders,
     ),
-    _Respect(
+    _Aspect(
         (
             "feedback.fusion",
             "feedback.jitter",
@@ -141,7 +141,7 @@ _RESPECTS = (
     ),
 )
 
-SHAPING_KEYS = frozenset(key for respect in _RESPECTS for key in respect.keys)
+SHAPING_KEYS = frozenset(key for aspect in _ASPECTS for key in aspect.keys)
 """The keys that act on a step through the functions above alone."""
 
 

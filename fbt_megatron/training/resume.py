@@ -113,17 +113,18 @@ def _written_config(manifest: Manifest) -> RunConfig:
 
 
 def _problem(key: str, old: Any, new: Any, past: Sequence[PastDifference]) -> str | None:
-    """Why a key may not change; None where it may."""
-    change = f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and"
-    otherwise = f"et it back, or allow it with --allow-config-change {key}."
-    if key not in SHAPING_KEYS:
-        return f"{change} this changes the run. S{otherwise}"
-    difference = next((difference for difference in past if key in difference.keys), None)
-    if difference is None:
-        return None
-    earlier = f"go on from a checkpoint of step {difference.step - 1} or before in another train.run_dir"
-    remedy = f"S{otherwise}" if difference.step == 1 else f"S{otherwise[:-1]}, or {earlier}."
-    return f"{change} {difference.text}. {difference.remedy}{remedy}"
+    """Why a key may not change, and what to do; None where it may."""
+    reason = "this changes the run."
+    remedies = ["Set it back", f"allow it with --allow-config-change {key}"]
+    if key in SHAPING_KEYS:
+        difference = next((difference for difference in past if key in difference.keys), None)
+        if difference is None:
+            return None
+        reason = f"{difference.text}. {difference.remedy}".rstrip()
+        if difference.step > 1:
+            remedies.append(f"go on from a checkpoint of step {difference.step - 1} or before in another train.run_dir")
+    remedy = f"{', '.join(remedies[:-1])}, or {remedies[-1]}."
+    return f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and {reason} {remedy}"
 
 
 def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:

@@ -104,10 +104,10 @@ def test_the_words_of_a_refusal() -> None:
     assert message.splitlines() == [
         "2 problems in the configuration, against the checkpoint of step 90",
         "  lr_schedule.cooldown_fraction=0.1: the checkpoint was made with 0.2, and step 81 had a learning-rate factor "
-        "of 0.955 and would have had 1. Set it back, or allow it with --allow-config-change "
+        "of 0.955 and would have had 1. Set it back, allow it with --allow-config-change "
         "lr_schedule.cooldown_fraction, or go on from a checkpoint of step 80 or before in another train.run_dir.",
         "  train.steps=200: the checkpoint was made with 100, and step 81 had a learning-rate factor of 0.955 and "
-        "would have had 1. Set it back, or allow it with --allow-config-change train.steps, or go on from a checkpoint "
+        "would have had 1. Set it back, allow it with --allow-config-change train.steps, or go on from a checkpoint "
         "of step 80 or before in another train.run_dir.",
     ]
 
