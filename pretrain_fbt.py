@@ -18,6 +18,10 @@ from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.validation import validate_world_size
 from fbt_megatron.errors import FBTError
 from fbt_megatron.parallel.launcher import ALONE, Launch, find_launch
+from fbt_megatron.training.stop_signal import StopSignal
+
+# When a process ends, torch.distributed warns the others with a page of its own stack; they say it in one line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 GRACE_SECONDS = 3.0
 """A launcher ends the other ranks as soon as one has ended: the time they have to print the same mistake."""
@@ -35,18 +39,10 @@ def main() -> int:
         validate_world_size(config, launch.world_size)
         return pretrain(config, launch, arguments.allow_config_change)
     except FBTError as error:
-        status = report(error, launch)
+        launch.report(error)
         if launch.world_size > 1:
             time.sleep(GRACE_SECONDS)
-        return status
-
-
-def report(error: FBTError, launch: Launch) -> int:
-    """Print an error without a stack trace; returns the exit status."""
-    # In one write: the lines of several ranks would otherwise run into each other.
-    sys.stderr.write(f"{launch.label}{type(error).__name__}: {error}\n")
-    sys.stderr.flush()
-    return error.exit_status
+        return error.exit_status
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -84,29 +80,26 @@ def dry_run(config: RunConfig, world_size: int) -> int:
 
 def pretrain(config: RunConfig, launch: Launch, allowed_changes: list[str]) -> int:
     """Train; returns the exit status."""
-    # Imported here, so that --help and a mistake in the configuration answer at once and not after megatron-core.
-    with warnings.catch_warnings(action="ignore"):
-        from fbt_megatron.parallel.topology import (
-            build_topology,
-            init_distributed,
-            shutdown_distributed,
-            wait_for_peers,
-        )
-        from fbt_megatron.training.build import open_trainer
-        from fbt_megatron.training.resilience import StopSignal
-
-    # megatron-core warns of optional libraries and of its own options; `Kernels.describe` says what is in use.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     with StopSignal() as stop:
-        init_distributed(launch)
+        # Imported here, so that --help and a mistake in the configuration answer at once and not after megatron-core.
+        with warnings.catch_warnings(action="ignore"):
+            from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed
+            from fbt_megatron.training.build import open_trainer
+            from fbt_megatron.training.failure import leave
+            from fbt_megatron.training.watchdog import collective_timeout, watch
+
+        # megatron-core warns of optional libraries and of its own options; `Kernels.describe` says what is in use.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        timeout = collective_timeout(config.resilience)
+        init_distributed(launch, timeout_seconds=timeout)
+        watchdog = watch(config, launch)
         try:
-            topology = build_topology(config.parallel)
+            topology = build_topology(config.parallel, timeout_seconds=timeout)
             with open_trainer(config, topology, allowed_changes=allowed_changes) as trainer:
                 signal_number = trainer.train(stop)
-        except FBTError as error:
-            status = report(error, launch)
-            wait_for_peers()
-            return status
+        except Exception as error:
+            os._exit(leave(error, watchdog))  # the interpreter's own end may wait for threads and for other ranks
+        watchdog.stop()
         shutdown_distributed()
     return 128 + signal_number if signal_number else 0
 

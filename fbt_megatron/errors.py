@@ -56,3 +56,15 @@ class NonFiniteError(FBTError):
     """Too many optimizer steps in a row had a gradient that is not finite."""
 
     exit_status = 5
+
+
+class HangError(FBTError):
+    """The run stands still: a rank has made no progress for `resilience.hang_timeout_seconds`."""
+
+    exit_status = 6
+
+
+class PeerError(FBTError):
+    """Another rank has failed on its own, or is gone."""
+
+    exit_status = 7

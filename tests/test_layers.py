@@ -13,6 +13,7 @@ PACKAGE = ROOT / "fbt_megatron"
 
 # Lower numbers may not know higher ones, and packages of one number may not know each other.
 LAYERS = {
+    "activity": 0,
     "errors": 0,
     "files": 0,
     "config": 1,

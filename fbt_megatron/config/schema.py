@@ -372,9 +372,12 @@ class ResilienceConfig:
 
     max_consecutive_skips: int = 10
     """Stop the run after this many steps in a row whose gradient was not finite."""
+    hang_timeout_seconds: float | None = 1800.0
+    """End the run with a report where a rank makes no progress for so long. One pass over one micro-batch, one
+    collective, or the writing of a checkpoint has to take less. null: never."""
 
     def problems(self) -> Iterator[str]:
-        yield from _positive(self, "max_consecutive_skips")
+        yield from _positive(self, "max_consecutive_skips hang_timeout_seconds")
 
 
 @dataclass(frozen=True)

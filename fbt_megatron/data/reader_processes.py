@@ -139,3 +139,5 @@ def _leave_signals_to_trainer() -> None:
     os.setpgrp()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)

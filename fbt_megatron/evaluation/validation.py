@@ -45,15 +45,19 @@ def evaluate(
     *,
     token_bytes: Tensor | None,
     group: dist.ProcessGroup,
-) -> EvaluationResult:
+    interrupted: Callable[[], bool] = lambda: False,
+) -> EvaluationResult | None:
     """Run `forward` over this rank's part of each global batch, its micro-batches, and reduce over `group`.
 
     That is the data-parallel group, whose ranks all pass the same number of batches. `token_bytes` ([V], bytes that
-    each token id stands for) turns nats per token into bits per byte.
+    each token id stands for) turns nats per token into bits per byte. `interrupted` is asked before each batch and must
+    answer alike on all ranks; None where it was true.
     """
     cross_entropy = hidden_delta = torch.zeros(1, dtype=torch.float64)
     counts = torch.zeros(2, dtype=torch.float64)  # trained tokens, their bytes
     for micro_batches in batches:
+        if interrupted():
+            return None
         sums = forward(micro_batches)
         cross_entropy = cross_entropy.to(sums.cross_entropy) + sums.cross_entropy
         hidden_delta = hidden_delta.to(sums.hidden_delta) + sums.hidden_delta

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fbt_megatron.activity import communicating
 from fbt_megatron.config.schema import NorMuonConfig
 from fbt_megatron.optim.normuon import normuon_update
 from fbt_megatron.optim.partition import ExchangePlan, Holding
@@ -184,7 +185,8 @@ class MatrixExchange:
         if self.plan.num_ranks == 1:
             return sent
         received = target.buffer(dtype=self._dtype, device=self._device)
-        dist.all_to_all_single(received, sent, target.splits, source.splits, group=self._group)
+        with communicating("NorMuon's exchange"):
+            dist.all_to_all_single(received, sent, target.splits, source.splits, group=self._group)
         return received
 
 

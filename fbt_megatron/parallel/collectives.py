@@ -9,28 +9,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fbt_megatron.activity import communicating
 from fbt_megatron.errors import FBTError
 
 T = TypeVar("T")
+
+COLLECTIVE_SECONDS = 1800.0
+"""Time limit of torch.distributed for a collective, and for the ranks to meet."""
 
 
 def sum_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Sum of `values` over the ranks of a group (default: all), as a new tensor."""
     total = values.clone()
-    dist.all_reduce(total, group=group)
+    with communicating("sum_across"):
+        dist.all_reduce(total, group=group)
     return total
 
 
 def max_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Element-wise maximum of `values` over the ranks of a group (default: all), as a new tensor."""
     largest = values.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    with communicating("max_across"):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
 
 
 def broadcast_in(values: Tensor, *, group: dist.ProcessGroup) -> None:
     """Overwrite `values` with those of the first rank of a group."""
-    dist.broadcast(values, group=group, group_src=0)
+    with communicating("broadcast_in"):
+        dist.broadcast(values, group=group, group_src=0)
 
 
 def any_rank_true(flag: bool, *, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
@@ -41,14 +48,16 @@ def any_rank_true(flag: bool, *, device: torch.device, group: dist.ProcessGroup 
 def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """The values of all ranks of a group, in rank order, on every rank."""
     gathered: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
+    with communicating("gather_objects"):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 
 def broadcast_object(value: T | None) -> T:
     """The value of global rank 0, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    with communicating("broadcast_object"):
+        dist.broadcast_object_list(box, src=0)
     return cast(T, box[0])  # rank 0 put a T in the box
 
 

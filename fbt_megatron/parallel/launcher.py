@@ -7,12 +7,13 @@ later srun may start.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fbt_megatron.errors import TopologyError
+from fbt_megatron.errors import FBTError, TopologyError
 
 PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -45,6 +46,19 @@ class Launch:
     def label(self) -> str:
         """Says which rank speaks; empty where there is only one."""
         return f"[rank {self.rank}] " if self.world_size > 1 else ""
+
+    def say(self, text: str) -> None:
+        """Print on standard error with the label at each line, in one write: lines of several ranks stay whole.
+
+        Not through `sys.stderr`, whose lock a thread that stands still may hold.
+        """
+        rest = "".join(f"{self.label}{line}\n" for line in text.splitlines()).encode(errors="replace")
+        while rest:
+            rest = rest[os.write(2, rest) :]
+
+    def report(self, error: FBTError) -> None:
+        """Print an error without a stack trace."""
+        self.say(f"{type(error).__name__}: {error}")
 
 
 ALONE = Launch("none", world_size=1, rank=0, local_rank=0, address="", port=0)

@@ -5,8 +5,8 @@ Process order is megatron-core's: tensor parallel varies fastest, then data para
 
 from __future__ import annotations
 
-import contextlib
 import datetime
+import math
 import os
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fbt_megatron.config.schema import ParallelConfig
 from fbt_megatron.errors import TopologyError
+from fbt_megatron.parallel.collectives import COLLECTIVE_SECONDS
 from fbt_megatron.parallel.launcher import Launch, find_launch
 
 
@@ -51,7 +52,7 @@ class ParallelTopology:
         return self.pp_rank == self.pp_size - 1
 
 
-def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = 1800.0) -> None:
+def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = COLLECTIVE_SECONDS) -> None:
     """Start torch.distributed among the processes of a launch (default: the one that the environment tells of).
 
     Raises TopologyError when only part of a launcher's variables is set, when this node has fewer GPUs than processes,
@@ -92,8 +93,8 @@ def _device_of(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank if visible > 1 else 0)
 
 
-def build_topology(parallel: ParallelConfig) -> ParallelTopology:
-    """Build megatron-core's groups for a layout; needs `init_distributed` before.
+def build_topology(parallel: ParallelConfig, *, timeout_seconds: float = COLLECTIVE_SECONDS) -> ParallelTopology:
+    """Build megatron-core's groups for a layout; needs `init_distributed` before. Their time limit is in whole minutes.
 
     Raises TopologyError when the factors do not divide the number of processes.
     """
@@ -105,7 +106,12 @@ def build_topology(parallel: ParallelConfig) -> ParallelTopology:
             f"({parallel.pipeline}) = {model_size}: start a multiple of {model_size}."
         )
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(parallel.tensor, parallel.pipeline, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            parallel.tensor,
+            parallel.pipeline,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        )
     launch = find_launch(os.environ)
     device = _device_of(launch)
     return ParallelTopology(
@@ -122,17 +128,6 @@ def build_topology(parallel: ParallelConfig) -> ParallelTopology:
         pg=ProcessGroupCollection.use_mpu_process_groups(),
         tp_dp_group=parallel_state.get_tensor_and_data_parallel_group(),
     )
-
-
-def wait_for_peers(*, seconds: float = 10.0) -> None:
-    """Before leaving with an error: give every rank the time to say so, at most `seconds`.
-
-    A launcher ends the other ranks as soon as one has ended. Groups are not torn down after an error, because a rank
-    that failed on its own would wait for the others there.
-    """
-    waiting = dist.barrier(async_op=True)
-    with contextlib.suppress(RuntimeError):  # nobody came
-        waiting.wait(datetime.timedelta(seconds=seconds))
 
 
 def shutdown_distributed() -> None:

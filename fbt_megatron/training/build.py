@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from fbt_megatron import activity
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.schema import RunConfig
@@ -44,20 +45,25 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
     with hold_run_dir(folder), Console(enabled=topology.rank == 0) as console:
         agree_on_rank_zero(lambda: console.open_log(folder / LOG_NAME))
         checkpoints = CheckpointManager(folder / CHECKPOINTS_NAME, config=config.checkpoint, log=console.line)
+        activity.begin("start-up, checking the newest checkpoint")
         checkpoints.prepare()
         start = find_start(config, checkpoints)
         if start is not None:
             changes = check_same_run(config, start[1], allowed=allowed_changes)
             if changes:
                 console.line(f"changes from step {start[1].step + 1} on: {'; '.join(changes)}")
+        activity.begin("start-up, opening the data")
         loader, validation = _open_data(config, topology, None if start is None else start[1])
+        activity.begin("start-up, building the model")
         model = build_model(config, topology)
         _check_same_kernels(model.kernels)
         console.line(model.kernels.describe())
         layouts = parameter_layouts(model, config, topology)
         engine = build_engine(model, layouts, config, topology)
         _list_optimizer_groups(layouts, config, topology, console)
+        activity.begin("start-up, loading the checkpoint")
         counters = _restore(start, engine, config, console)
+        activity.begin("start-up, opening the run directory")
         console.line(_describe(config, topology, counters))
         _list_ranks(config, topology, console)
         agree_on_rank_zero(lambda: write_config(config))
@@ -70,6 +76,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             console_every=config.logging.console_every,
             tensorboard=config.logging.tensorboard,
             passes_after=schedule.passes_after,
+            validation_due=counters.validation_due,
         )
         agree_on_rank_zero(metrics.open)
         logs_samples = config.logging.samples and loader is not None

@@ -50,10 +50,11 @@ class Console:
         """Print one line above the progress bar."""
         if not self.enabled:
             return
-        if self._bar is None:
-            print(text, flush=True)
-        else:
-            self._bar.write(text)
+        with self.noting_failures(Path("standard output")):
+            if self._bar is None:
+                print(text, flush=True)
+            else:
+                self._bar.write(text)
         self.log(text)
 
     def log(self, text: str) -> None:

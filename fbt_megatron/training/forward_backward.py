@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fbt_megatron import activity
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.evaluation.validation import PassSums
 from fbt_megatron.model.fbt_model import FBTModel, MicroBatch
@@ -70,6 +71,7 @@ def forward_backward(
         return weights[pass_idx] * (losses.ce_sum + z_loss * losses.z_sum)
 
     def stage_pass(pass_idx: int, index: int, received: Tensor | None) -> Tensor:
+        activity.advance(f"pass {pass_idx + 1} of micro-batch {index + 1}/{len(batches)}")
         output = model.forward_pass(micro_batches.get(index, pass_idx), pass_idx, received, noise)
         if output.losses is None:
             return output.hidden
@@ -102,6 +104,7 @@ def forward_only(
     states: dict[int, Tensor] = {}
 
     def stage_pass(pass_idx: int, index: int, received: Tensor | None) -> Tensor:
+        activity.advance(f"pass {pass_idx + 1} of micro-batch {index + 1}/{len(batches)}")
         micro_batch = micro_batches.get(index, pass_idx)
         output = model.forward_pass(micro_batch, pass_idx, received)
         if output.losses is None:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from fbt_megatron.files import write_durably
 from fbt_megatron.training.console import Console, format_count, format_duration
+from fbt_megatron.training.event_file import EventFile
 from fbt_megatron.training.run_dir import writing
 
 METRICS_NAME = "metrics.jsonl"
@@ -90,7 +89,7 @@ class MetricsLogger:
     """Writes records to `metrics.jsonl`, TensorBoard and the console of rank 0.
 
     `resume_step` is the step from which the run goes on: what an interrupted run wrote after it is removed, so that the
-    file reads as if the run had never stopped.
+    file reads as if the run had never stopped. With `validation_due` that step's validation will be logged again.
     """
 
     def __init__(
@@ -103,18 +102,20 @@ class MetricsLogger:
         console_every: int,
         tensorboard: bool,
         passes_after: Callable[[int], int],
+        validation_due: bool = False,
     ) -> None:
         """`passes_after(step)` is the number of passes that the steps after `step` run, for the estimate of the end."""
         self._console = console
         self._total_steps = total_steps
         self._resume_step = resume_step
+        self._validation_due = validation_due
         self._console_every = console_every
         self._tensorboard_path = run_dir / TENSORBOARD_NAME if tensorboard else None
         self._passes_after = passes_after
         self._recent: deque[tuple[float, int]] = deque(maxlen=50)  # seconds and passes of a step
         self._path = run_dir / METRICS_NAME
         self._file: IO[str] | None = None
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFile | None = None
 
     def open(self) -> None:
         """Open the files of rank 0; raises RunDirError."""
@@ -122,14 +123,14 @@ class MetricsLogger:
             return
         with writing(self._path):
             if self._resume_step:
-                _keep_lines_up_to(self._path, self._resume_step)
+                _keep_lines_up_to(self._path, self._resume_step, its_validation=not self._validation_due)
             else:  # not even the validation before the first step: the run begins anew
                 self._path.unlink(missing_ok=True)
             self._file = self._path.open("a", buffering=1)
         if self._tensorboard_path is not None:
             with writing(self._tensorboard_path):
                 purge_step = self._resume_step + 1 if self._resume_step else 0
-                self._writer = SummaryWriter(str(self._tensorboard_path), purge_step=purge_step)
+                self._writer = EventFile(self._tensorboard_path, purge_step=purge_step)
 
     def step(self, record: StepRecord) -> None:
         """Log one optimizer step."""
@@ -189,6 +190,7 @@ class MetricsLogger:
                 for key, value in record.items():
                     if isinstance(value, int | float) and key != "step":
                         self._writer.add_scalar(f"{group}/{key}", value, record["step"])
+                self._writer.flush()  # a full disk is noticed in this step
 
 
 class StepTimer:
@@ -208,8 +210,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep_lines_up_to(path: Path, step: int) -> None:
-    """Remove records of later steps, and a last line that a kill cut short."""
+def _keep_lines_up_to(path: Path, step: int, *, its_validation: bool) -> None:
+    """Remove records of later steps, that step's validation if it is not wanted, and a line that a kill cut short."""
     if not path.exists():
         return
     kept = []
@@ -218,6 +220,6 @@ def _keep_lines_up_to(path: Path, step: int) -> None:
             record = json.loads(line)
         except ValueError:
             continue
-        if record["step"] <= step:
+        if record["step"] < step or (record["step"] == step and (its_validation or "kind" not in record)):
             kept.append(line + "\n")
     write_durably(path, "".join(kept))

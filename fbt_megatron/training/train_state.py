@@ -26,12 +26,16 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "webdataset", "numpy")
 
 @dataclass
 class Counters:
-    """Progress of a run. `tokens` counts rows x S, not times the passes."""
+    """Progress of a run. `tokens` counts rows x S, not times the passes.
+
+    `validation_due` is true where a signal cut the validation of this step short.
+    """
 
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+    validation_due: bool = False
 
     def as_dict(self) -> dict[str, int]:
         """Plain values for a manifest; `Counters(**values)` reads them back."""

@@ -5,11 +5,14 @@ shards -> loader -> pass plan -> passes (forward_backward) -> engine (ZeRO, NorM
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fbt_megatron import activity
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.loader import format_config
@@ -37,9 +40,10 @@ from fbt_megatron.training.console import Console, format_duration
 from fbt_megatron.training.engine import StepResult, TrainEngine
 from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
-from fbt_megatron.training.resilience import StopSignal, check_skips
+from fbt_megatron.training.resilience import agreed_signal, check_skips
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import share_batches
+from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.train_state import Counters, shards_of, software_versions
 
 
@@ -89,15 +93,19 @@ class Trainer:
         return self.config.train.steps if stop_step is None else min(stop_step, self.config.train.steps)
 
     def train(self, stop: StopSignal) -> int:
-        """Run to the end; returns 0, or the number of the signal that stopped the run with a checkpoint."""
+        """Run to the end; returns 0, or the number of the signal that stopped the run.
+
+        It stops between two steps or two batches of a validation, with a checkpoint unless nothing is trained yet.
+        """
         signal_number = 0
         self.console.start_progress(done=self.counters.step, total=self.config.train.steps)
-        if self.counters.step == 0:
-            self.validate()
+        if self.counters.step == 0 or self.counters.validation_due:
+            self._saved_step = 0  # a checkpoint of this step says that its validation is due
+            signal_number = self.validate(stop)
         self._timer.lap()
-        while self.counters.step < self.last_step:
+        while signal_number == 0 and self.counters.step < self.last_step:
             self._raise_write_failure()
-            signal_number = stop.agreed(device=self.topology.device)
+            signal_number = agreed_signal(stop, device=self.topology.device)
             if signal_number:
                 break
             record = self.train_step()
@@ -105,9 +113,12 @@ class Trainer:
             step = self.counters.step
             check_skips(self.counters, self.config.resilience)
             if step % self.config.evaluation.every == 0 or step == self.config.train.steps:
-                self.validate()
+                signal_number = self.validate(stop)
             if step % self.config.checkpoint.every == 0:
                 self.save()
+        if signal_number:
+            name, step = signal.Signals(signal_number).name, self.counters.step
+            self.console.line(f"{name}: the run stops {f'after step {step}' if step else 'before its first step'}")
         self.save()
         self._raise_write_failure()
         return signal_number
@@ -121,7 +132,9 @@ class Trainer:
         """One optimizer step: the passes of its plan over its micro-batches, then the update."""
         step = self.counters.step + 1
         plan = self.pass_schedule.plan(step)
+        activity.begin(f"step {step}, reading its batches")
         batches, num_tokens = self._next_batches()
+        activity.begin(f"step {step}, forward and backward")
         losses = forward_backward(
             self.model,
             batches,
@@ -132,6 +145,7 @@ class Trainer:
             topology=self.topology,
         )
         settings = self.step_settings(step, plan)
+        activity.begin(f"step {step}, update")
         result = self.engine.step(settings)
         self._advance(step, result)
         if self.loader is not None:
@@ -154,33 +168,58 @@ class Trainer:
         """Coefficient of the z-loss in a step."""
         return scheduled_z_loss(self.config.loss, self.lr_schedule, step)
 
-    def validate(self) -> None:
-        """Evaluate all trained passes and `evaluation.extra_passes` more on the validation data, and log it."""
+    def validate(self, stop: StopSignal | None = None) -> int:
+        """Evaluate all trained passes and `evaluation.extra_passes` more on the validation data, and log it.
+
+        Returns 0, or the number of the signal that cut it short: then nothing is logged, and the resumed run begins
+        with this validation, so that it has the metrics of one that was never stopped.
+        """
         if self.config.data.validation is None:
-            return
+            self.counters.validation_due = False
+            return 0
+        signal_number = 0
+
+        def interrupted() -> bool:
+            nonlocal signal_number
+            signal_number = 0 if stop is None else agreed_signal(stop, device=self.topology.device)
+            return signal_number != 0
+
         num_passes = self.config.feedback.max_passes + self.config.evaluation.extra_passes
-        read = agree_on_errors(lambda: [] if self.validation is None else list(self.validation))
-        batches = [self._share(read[index] if read else []) for index in range(self.config.evaluation.batches)]
+        activity.begin(f"validation after step {self.counters.step}")
         self.model.eval()
         result = evaluate(
             lambda micro_batches: forward_only(
                 self.model, micro_batches, num_passes=num_passes, topology=self.topology
             ),
-            batches,
+            self._validation_batches(),
             token_bytes=self.token_bytes,
             group=self.topology.pg.dp,
+            interrupted=interrupted,
         )
         self.model.train()
         counters = self.counters
-        self.metrics.validation(
-            ValidationRecord(counters.step, counters.tokens, result.losses, result.bits_per_byte, result.hidden_deltas)
-        )
+        counters.validation_due = result is None
+        if result is not None:
+            self.metrics.validation(
+                ValidationRecord(
+                    counters.step, counters.tokens, result.losses, result.bits_per_byte, result.hidden_deltas
+                )
+            )
         self._timer.lap()
+        return signal_number
+
+    def _validation_batches(self) -> Iterator[list[TrainBatch]]:
+        """This replica's micro-batches of each global batch; raises DataError on all ranks."""
+        batches = iter(self.validation or ())
+        for index in range(self.config.evaluation.batches):
+            activity.advance(f"batch {index + 1} of {self.config.evaluation.batches}")
+            yield self._share(agree_on_errors(lambda: next(batches, [])))
 
     def save(self) -> None:
         """Save a checkpoint of the current step, unless it is saved already."""
         if self._saved_step == self.counters.step:
             return
+        activity.begin(f"saving the checkpoint of step {self.counters.step}")
         cursors = gather_objects(None if self.loader is None else self.loader.state_dict())
         state = {
             "counters": self.counters.as_dict(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from fbt_megatron.config.schema import ParallelConfig
 from fbt_megatron.errors import TopologyError
-from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed, wait_for_peers
+from fbt_megatron.parallel.topology import build_topology, init_distributed, shutdown_distributed
 from tests.distributed import run_distributed
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -72,26 +71,3 @@ def test_tensor_varies_fastest_then_data_then_pipeline() -> None:
         expected = {"tp": [first, first + 1], "pp": [tp, tp + 2], "dp": [rank], "tp_dp": [first, first + 1]}
         assert found["groups"] == expected
         assert found["device"]
-
-
-def _leave_alone(rank: int) -> float:
-    """Rank 0 waits for a peer that never comes."""
-    start = time.monotonic()
-    if rank == 0:
-        wait_for_peers(seconds=1.0)
-    else:
-        time.sleep(2.0)
-    return time.monotonic() - start
-
-
-def _leave_together(rank: int) -> float:
-    start = time.monotonic()
-    time.sleep(0.5 * rank)
-    wait_for_peers(seconds=60.0)
-    return time.monotonic() - start
-
-
-@pytest.mark.distributed
-def test_a_rank_with_an_error_waits_for_its_peers_but_not_for_ever() -> None:
-    assert 0.9 < run_distributed(_leave_alone, 2)[0] < 5.0
-    assert all(0.4 < seconds < 30.0 for seconds in run_distributed(_leave_together, 2))

@@ -28,7 +28,7 @@ from fbt_megatron.model.initialization import draw_tensor
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology
 from fbt_megatron.planner import logical_tensors
 from fbt_megatron.training.build import open_trainer
-from fbt_megatron.training.resilience import StopSignal
+from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.train_state import shards_of
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed

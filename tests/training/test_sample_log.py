@@ -16,8 +16,8 @@ from fbt_megatron.errors import RunDirError
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.console import Console
-from fbt_megatron.training.resilience import StopSignal
 from fbt_megatron.training.sample_log import SampleLog
+from fbt_megatron.training.stop_signal import StopSignal
 from tests.distributed import run_distributed
 from tests.training.samples import Sample, read_samples_log
 from tests.training.tiny_run import tiny_run, write_data

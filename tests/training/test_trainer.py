@@ -22,7 +22,7 @@ from fbt_megatron.errors import CheckpointError, NonFiniteError
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology
 from fbt_megatron.planner import count_parameters, logical_tensors
 from fbt_megatron.training.build import open_trainer
-from fbt_megatron.training.resilience import StopSignal
+from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.train_state import Counters, shards_of
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
