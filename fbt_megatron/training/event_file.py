@@ -21,14 +21,13 @@ class EventFile:
     """A new file in a folder, which is created. Every method raises OSError where the disk does not take it."""
 
     def __init__(self, folder: Path, *, purge_step: int) -> None:
-        """What earlier files of the folder hold from `purge_step` on, TensorBoard shows no longer; 0: nothing."""
+        """What earlier files of the folder hold from `purge_step` on, TensorBoard shows no longer."""
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = (folder / name).open("xb")
         self._records = RecordWriter(self._file)
         self._add(Event(file_version=_VERSION))
-        if purge_step:
-            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+        self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
         self.flush()
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:

@@ -177,12 +177,12 @@ def test_a_taken_port_is_one_error():
             init_distributed(launch, timeout_seconds=10.0)
 
 
-def test_wrong_number_of_tasks_names_the_factors(monkeypatch, capsys):
+def test_wrong_number_of_tasks_names_the_factors(monkeypatch, capfd):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in (SRUN | {"SLURM_NTASKS": "3", "SLURM_PROCID": "2"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["pretrain_fbt.py", "--config", str(ROOT / "configs/quickstart.yaml")])
     assert pretrain_fbt.main() == 2
-    message = capsys.readouterr().err
+    message = capfd.readouterr().err
     assert message.startswith("[rank 2] TopologyError: 3 processes (tensor 1 x pipeline 1 x data 3) do not fit")
