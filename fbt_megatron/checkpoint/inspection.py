@@ -129,9 +129,7 @@ def compare(
     return Comparison(
         len(names) - len(differences),
         differences,
-        _differing(
-            {"step": first.manifest.step} | first.manifest.state, {"step": second.manifest.step} | second.manifest.state
-        ),
+        _differing(_state(first), _state(second)),
         _differing(first.config(), second.config()),
         _differing(first.manifest.versions, second.manifest.versions),
     )

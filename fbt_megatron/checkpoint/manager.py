@@ -149,7 +149,7 @@ class CheckpointManager:
 
     def _log_save(self, report: SaveReport) -> None:
         text = f"checkpoint {report.path} | {report.num_bytes / 1e6:,.1f} MB in {report.seconds:.1f}s"
-        self.log(f"{text}, training stood still {report.stall_seconds:.1f}s" if self.config.async_ else text)
+        self.log(f"{text}, training stood still {report.stall_seconds:.2f}s" if self.config.async_ else text)
 
     def find_newest(self, folder: Path) -> tuple[Path, Manifest] | None:
         """The newest undamaged checkpoint of `folder`, every byte of it checked; None where there is no checkpoint.

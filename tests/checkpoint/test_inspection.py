@@ -17,8 +17,7 @@ from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.schema import CheckpointConfig
 from fbt_megatron.errors import CheckpointError
-from tests.checkpoint.toy import DAMAGES, SHAPES, Cut, Run, whole_tensors
-from tests.distributed import run_distributed
+from tests.checkpoint.toy import DAMAGES, SHAPES, Cut, Run, share, whole_tensors
 from tools import inspect_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -220,19 +219,14 @@ def test_a_part_of_two_checkpoints_is_refused(run_dir: Path, capsys: pytest.Capt
     assert "one checkpoint, not two" in capsys.readouterr().err
 
 
-def _save_in_two_parts(rank: int, folder: str) -> None:
-    run = Run(Path(folder), rank=rank, world_size=2)
-    run.save(10)
-
-
-@pytest.mark.distributed
-def test_the_parts_of_two_ranks_in_a_process_without_a_group(process_group: None, tmp_path: Path) -> None:
-    """The whole tool, against the same values saved by one rank."""
-    run_distributed(_save_in_two_parts, 2, str(tmp_path / "two"))
+def test_other_parts_in_a_process_without_a_group(process_group: None, tmp_path: Path) -> None:
+    """The whole tool, on the same values in one part and in two."""
     Run(tmp_path / "one").save(10)
+    halved = Run(tmp_path / "two")
+    halved.ranges = {name: share(0, 2)[name] + share(1, 2)[name] for name in SHAPES}
+    halved.save(10)
     command = [sys.executable, str(ROOT / "tools" / "inspect_checkpoint.py"), "--json"]
     done = subprocess.run([*command, str(tmp_path / "two"), str(tmp_path / "one")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert (found["num_equal"], found["same_state"]) == (3, True)
-    assert len(open_checkpoint(tmp_path / "two").manifest.files) == 3
