@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -9,14 +10,19 @@ from pathlib import Path
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replace a file at once: after a crash it holds the old content or the new one. Text is written as UTF-8.
 
-    The content goes to `<name>.tmp` beside it first; a crash may leave that file.
+    The content goes to `<name>.tmp` beside it first; a crash may leave that file, a full disk does not.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     sync_folder(path.parent)
 
 

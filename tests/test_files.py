@@ -29,3 +29,4 @@ def test_the_old_content_stays_where_the_disk_is_full(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="No space left"):
         write_durably(path, "new")
     assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

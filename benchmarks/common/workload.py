@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +89,9 @@ class TrainingStep:
 
 
 @contextmanager
-def quickstart(*, quick: bool) -> Iterator[TrainingStep]:
-    """The step of configs/quickstart.yaml in this process alone; with `quick`, of a tiny model."""
-    config = load_config(_CONFIG, _QUICK if quick else None)
+def quickstart(*, quick: bool, overrides: Sequence[str] = ()) -> Iterator[TrainingStep]:
+    """The step of configs/quickstart.yaml with `overrides`, in this process alone; with `quick`, of a tiny model."""
+    config = load_config(_CONFIG, [*overrides, *(_QUICK if quick else [])])
     init_distributed()
     try:
         yield TrainingStep(config, build_topology(config.parallel))

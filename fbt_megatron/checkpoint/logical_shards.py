@@ -6,6 +6,7 @@ torch.distributed.checkpoint finds the overlaps, so any layout reads what any ot
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,16 @@ class LogicalShards:
     def view_at(self, offsets: torch.Size) -> Tensor:
         """The values of the part that starts at `offsets`."""
         return self._views[offsets]
+
+    def views(self) -> list[Tensor]:
+        """The values of all parts."""
+        return list(self._views.values())
+
+    def with_views(self, views: Sequence[Tensor]) -> LogicalShards:
+        """The same parts with other values, in the order of `views()`."""
+        other = copy.copy(self)
+        other._views = dict(zip(self._views, views, strict=True))
+        return other
 
     def _offsets(self, rect: Rect) -> torch.Size:
         return torch.Size((rect.row, rect.col) if len(self.shape) == 2 else (rect.col,))

@@ -1,23 +1,58 @@
-"""Reads the weights of a checkpoint in one process, whatever layout wrote it, without processes and process groups."""
+"""Reads the tensors of a checkpoint in one process, whatever layout wrote it, without processes and process groups."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fbt_megatron.checkpoint.folder import find_checkpoint
 from fbt_megatron.checkpoint.logical_shards import LogicalLoadPlanner, LogicalShards, SafeFileSystemReader
-from fbt_megatron.checkpoint.manager import LATEST_NAME, list_checkpoints
-from fbt_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, find_damage
+from fbt_megatron.checkpoint.manifest import Manifest, find_damage
 from fbt_megatron.config.loader import parse_config
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.errors import CheckpointError
 from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect
 
-_CHECKPOINTS_NAME = "checkpoints"
+
+class CheckpointTensors:
+    """The tensors of one checkpoint folder by their names in it, read one whole tensor at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        metadata = SafeFileSystemReader(path).read_metadata()
+        self._reader = _ReaderOf(path, metadata)
+        self._stored: dict[str, TensorStorageMetadata] = {}
+        for name, stored in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(stored, TensorStorageMetadata), name  # the reader of metadata knows no other
+            self._stored[name] = stored
+
+    @property
+    def kinds(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Whole shape and dtype of each tensor, in the order of the names."""
+        return {name: (tuple(stored.size), stored.properties.dtype) for name, stored in self._stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor; raises CheckpointError where it cannot be read."""
+        stored = self._stored[name]
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        part = whole.view(-1, whole.shape[-1])
+        place = Rect(0, 0, *part.shape)
+        shards = {name: LogicalShards(whole.shape, [(place, part)], dtype=whole.dtype)}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch says that there is no process group
+                dcp.load(shards, storage_reader=self._reader, planner=LogicalLoadPlanner(), no_dist=True)
+        except (CheckpointException, ValueError, RuntimeError) as error:
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            reason = next(iter(failures.values()))[0] if failures else error
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {reason}") from None
+        return whole
 
 
 class StoredWeights:
@@ -26,6 +61,7 @@ class StoredWeights:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
+        self._tensors = CheckpointTensors(path)
 
     @property
     def config(self) -> RunConfig:
@@ -35,17 +71,12 @@ class StoredWeights:
 
     def read(self, tensor: LogicalTensor) -> Tensor:
         """A whole tensor, fp32; raises CheckpointError where it is not there or has another shape."""
-        values = torch.empty(tensor.shape)
-        whole = Rect(0, 0, tensor.rows, tensor.cols)
-        part = values.view(tensor.rows, tensor.cols)
-        shards = {f"weights/{tensor.name}": LogicalShards(tensor.shape, [(whole, part)])}
-        try:
-            dcp.load(shards, storage_reader=SafeFileSystemReader(self.path), planner=LogicalLoadPlanner(), no_dist=True)
-        except (CheckpointException, ValueError, RuntimeError) as error:
-            failures = error.failures if isinstance(error, CheckpointException) else {}
-            reason = next(iter(failures.values()))[0] if failures else error
-            raise CheckpointError(f"{self.path}: {tensor.name} cannot be read: {reason}") from None
-        return values
+        name = f"weights/{tensor.name}"
+        shape, _ = self._tensors.kinds.get(name, (None, None))
+        if shape != tensor.shape:
+            reason = "it is not there" if shape is None else f"its shape is {list(shape)}, not {list(tensor.shape)}"
+            raise CheckpointError(f"{self.path}: {tensor.name} cannot be read: {reason}")
+        return self._tensors.read(name)
 
 
 def open_weights(source: Path) -> StoredWeights:
@@ -54,7 +85,7 @@ def open_weights(source: Path) -> StoredWeights:
     Every byte of it is checked. Raises CheckpointError where there is none, or it is damaged: another one is not taken
     in its place.
     """
-    path = _find(source)
+    path = find_checkpoint(source)
     manifest = Manifest.read(path)
     damage = find_damage(path, manifest, manifest.files)
     if damage is not None:
@@ -62,17 +93,13 @@ def open_weights(source: Path) -> StoredWeights:
     return StoredWeights(path, manifest)
 
 
-def _find(source: Path) -> Path:
-    if (source / MANIFEST_NAME).exists():
-        return source
-    nested = source / _CHECKPOINTS_NAME
-    folder = nested if nested.is_dir() else source
-    try:
-        return folder / (folder / LATEST_NAME).read_text().strip()
-    except (OSError, ValueError):
-        found = list_checkpoints(folder)
-    if not found:
-        raise CheckpointError(
-            f"{source}: there is no checkpoint. Name a run directory, its checkpoints folder, or one step_* folder."
-        )
-    return found[0][1]
+class _ReaderOf(SafeFileSystemReader):
+    """A reader whose metadata is read already: torch asks for it at each load, and there is one load per tensor."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint."""
+        return self._metadata

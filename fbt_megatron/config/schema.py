@@ -331,7 +331,7 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Checkpoints whose step this divides are kept as well."""
     async_: bool = False
-    """Write in the background while training goes on."""
+    """Write in the background while training goes on; it stops for the copy to host memory only."""
     load: str | None = None
     """A checkpoint (or a run folder) to start from when `run_dir` has none of its own."""
 

@@ -75,12 +75,6 @@ def section_problems(section: Any, *, key: str, unread: frozenset[str]) -> Itera
             yield from section_problems(value, key=f"{key}.{field.name}", unread=unread)
 
 
-def unavailable(config: RunConfig) -> Iterator[str]:
-    """What the schema has and this version does not run yet: refused, because nothing tests it."""
-    if config.checkpoint.async_:
-        yield "checkpoint.async=true: not available in this version. Set async: false."
-
-
 def pipeline_divides_layers(config: RunConfig) -> Iterator[str]:
     """Every stage holds at least one layer: as many as it is given, or the same number on each."""
     layers, stages, given = config.model.num_layers, config.parallel.pipeline, config.parallel.pipeline_layers
@@ -224,7 +218,6 @@ class _Rule:
 
 
 _RULES = (
-    _Rule(unavailable, ("checkpoint",)),
     _Rule(pipeline_divides_layers, ("model", "parallel")),
     _Rule(tensor_divides_model, ("model", "parallel")),
     _Rule(sequence_parallel_needs_tensor_parallel, ("model", "parallel")),

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fbt_megatron.checkpoint.folder import CHECKPOINTS_NAME, step_name
 from fbt_megatron.checkpoint.logical_shards import LogicalShards
-from fbt_megatron.checkpoint.manager import CheckpointManager, step_name
+from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.loader import format_config, save_config
 from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, ModelConfig, ParallelConfig, RunConfig
@@ -41,7 +42,6 @@ from fbt_megatron.planner import logical_tensors
 
 FusionKind = Literal["glu", "concat", "add", "none"]
 
-CHECKPOINTS_NAME = "checkpoints"
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _DERIVED = ".rotary_emb.inv_freq"
 _NAMED = 8

@@ -53,26 +53,26 @@ def gather_objects(value: T, *, group: dist.ProcessGroup | None = None) -> list[
     return gathered
 
 
-def broadcast_object(value: T | None) -> T:
-    """The value of global rank 0, on every rank."""
+def broadcast_object(value: T | None, *, group: dist.ProcessGroup | None = None) -> T:
+    """The value of global rank 0, on every rank; a `group` given here or below holds all ranks as well."""
     box = [value]
     with communicating("broadcast_object"):
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
     return cast(T, box[0])  # rank 0 put a T in the box
 
 
-def raise_together(error: FBTError | None) -> None:
+def raise_together(error: FBTError | None, *, group: dist.ProcessGroup | None = None) -> None:
     """Raise the same error on every rank if any rank has one: that of the lowest such rank. All ranks call it.
 
     One rank that fails alone leaves the others waiting in their next collective, and the user with a timeout in place
     of the reason.
     """
-    errors = [other for other in gather_objects(error) if other is not None]
+    errors = [other for other in gather_objects(error, group=group) if other is not None]
     if errors:
         raise errors[0]
 
 
-def agree_on_errors(action: Callable[[], T]) -> T:
+def agree_on_errors(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank; if it raises an FBTError on some, raise on all. `action` must not communicate."""
     error: FBTError | None = None
     result: list[T] = []
@@ -80,11 +80,11 @@ def agree_on_errors(action: Callable[[], T]) -> T:
         result.append(action())
     except FBTError as caught:
         error = caught
-    raise_together(error)
+    raise_together(error, group=group)
     return result[0]
 
 
-def agree_on_rank_zero(action: Callable[[], T]) -> T:
+def agree_on_rank_zero(action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on global rank 0 and give its result, or raise its FBTError, on every rank."""
     outcome: tuple[T | None, FBTError | None] | None = None
     if dist.get_rank() == 0:
@@ -92,7 +92,7 @@ def agree_on_rank_zero(action: Callable[[], T]) -> T:
             outcome = action(), None
         except FBTError as caught:
             outcome = None, caught
-    result, error = broadcast_object(outcome)
+    result, error = broadcast_object(outcome, group=group)
     if error is not None:
         raise error
     return cast(T, result)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fbt_megatron import activity
+from fbt_megatron.checkpoint.folder import CHECKPOINTS_NAME
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.schema import RunConfig
@@ -26,7 +27,7 @@ from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
 from fbt_megatron.training.resume import check_same_model, check_same_run, find_start, new_feedback_tensors
-from fbt_megatron.training.run_dir import CHECKPOINTS_NAME, LOG_NAME, hold_run_dir, write_config
+from fbt_megatron.training.run_dir import LOG_NAME, hold_run_dir, write_config
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
 from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
@@ -37,7 +38,7 @@ _LISTED_RANKS = 32
 
 @contextmanager
 def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_changes: list[str]) -> Iterator[Trainer]:
-    """A trainer at the step where the run goes on; on leaving, files and reader processes are closed.
+    """A trainer at the step where the run goes on; leaving finishes a save in the background and closes what is open.
 
     Raises the FBTError of the first thing that does not fit, on every rank, before a weight is built wherever possible.
     """
@@ -87,6 +88,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             )
             yield Trainer(config, topology, parts, counters)
         finally:
+            checkpoints.close()
             if loader is not None:
                 loader.close()
             metrics.close()

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fbt_megatron.checkpoint.folder import what_is_at
 from fbt_megatron.checkpoint.manager import CheckpointManager
-from fbt_megatron.checkpoint.manifest import MANIFEST_NAME, Manifest
+from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.loader import config_diff, parse_config
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.typed_values import known_keys
@@ -16,7 +17,6 @@ from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.parallel.collectives import agree_on_rank_zero
 from fbt_megatron.planner import logical_tensors
 from fbt_megatron.training.past import SHAPING_KEYS, PastDifference, past_differences
-from fbt_megatron.training.run_dir import CHECKPOINTS_NAME
 
 # Keys that may differ between two starts of one run: where things lie and how often they are written, and the layout,
 # which the optimizer step does not depend on. A prefix ends in a point. The training data may move: the loader knows it
@@ -57,7 +57,7 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
         return start
     source = Path(config.checkpoint.load)
     # Rank 0 decides for all: on a shared file system ranks may see different things for a moment.
-    is_checkpoint, folder = agree_on_rank_zero(lambda: _what_is_at(source))
+    is_checkpoint, folder = agree_on_rank_zero(lambda: what_is_at(source))
     if is_checkpoint:
         return checkpoints.check_one(folder)
     start = checkpoints.find_newest(folder)
@@ -144,14 +144,6 @@ def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str
 
 
 _NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")
-
-
-def _what_is_at(source: Path) -> tuple[bool, Path]:
-    """Whether a path is one checkpoint, and the path or the folder of checkpoints to look in."""
-    if (source / MANIFEST_NAME).exists():
-        return True, source
-    nested = source / CHECKPOINTS_NAME
-    return False, nested if nested.is_dir() else source
 
 
 def _is_free(key: str) -> bool:

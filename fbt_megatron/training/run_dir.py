@@ -15,7 +15,6 @@ from fbt_megatron.parallel.collectives import agree_on_rank_zero
 
 CONFIG_NAME = "config.yaml"
 LOG_NAME = "log.txt"
-CHECKPOINTS_NAME = "checkpoints"
 LOCK_NAME = ".lock"
 
 

@@ -6,6 +6,7 @@ shards -> loader -> pass plan -> passes (forward_backward) -> engine (ZeRO, NorM
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ from fbt_megatron.parallel.collectives import (
     sum_across,
 )
 from fbt_megatron.parallel.topology import ParallelTopology
-from fbt_megatron.training.console import Console, format_duration
+from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import StepResult, TrainEngine
 from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
@@ -120,13 +121,15 @@ class Trainer:
             name, step = signal.Signals(signal_number).name, self.counters.step
             self.console.line(f"{name}: the run stops {f'after step {step}' if step else 'before its first step'}")
         self.save()
+        self.checkpoints.finish()
         self._raise_write_failure()
         return signal_number
 
     def _raise_write_failure(self) -> None:
-        """Stop all ranks where rank 0 could not write its log or metrics."""
-        if any_rank_true(self.console.failure is not None, device=self.topology.device):
-            raise_together(self.console.failure)
+        """Stop all ranks where rank 0 could not write its log or metrics, or a checkpoint failed in the background."""
+        failure = self.checkpoints.poll() or self.console.failure
+        if any_rank_true(failure is not None, device=self.topology.device):
+            raise_together(failure)
 
     def train_step(self) -> StepRecord:
         """One optimizer step: the passes of its plan over its micro-batches, then the update."""
@@ -219,6 +222,7 @@ class Trainer:
         """Save a checkpoint of the current step, unless it is saved already."""
         if self._saved_step == self.counters.step:
             return
+        started = time.monotonic()
         activity.begin(f"saving the checkpoint of step {self.counters.step}")
         cursors = gather_objects(None if self.loader is None else self.loader.state_dict())
         state = {
@@ -229,10 +233,8 @@ class Trainer:
         manifest = Manifest(self.counters.step, state, format_config(self.config), software_versions(), files={})
         self.metrics.flush()
         self.samples.flush()
-        report = self.checkpoints.save(manifest, shards_of(self.engine))
+        self.checkpoints.save(manifest, shards_of(self.engine), started=started)
         self._saved_step = self.counters.step
-        size = f"{report.num_bytes / 1e6:,.1f} MB"
-        self.console.line(f"checkpoint {report.path} | {size} in {format_duration(report.seconds)}")
         self._timer.lap()
 
     def _next_batches(self) -> tuple[list[TrainBatch], int]:

@@ -21,6 +21,7 @@ RANGES = {
         "none, 3 passes / 1 pass": (2.5, 3.5),
         "full, 3 passes less 2 states / 1 pass": (1.0, 1.3),
     },
+    "async_save": {"in the background / at once": (0.0, 1.0)},
     "optimizer_cost": {"AdamW, share of the step": (0.0, 1.0), "NorMuon+Adam, share of the step": (0.0, 1.0)},
     "loader_throughput": {
         "loader, 0 workers / training step": (1.0, 1e6),

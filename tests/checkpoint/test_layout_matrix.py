@@ -20,7 +20,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fbt_megatron.checkpoint.manager import CheckpointManager, step_name
+from fbt_megatron.checkpoint.folder import step_name
+from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.loader import format_config
 from fbt_megatron.config.schema import CheckpointConfig

@@ -5,28 +5,36 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fbt_megatron.checkpoint import manager as manager_module
+from fbt_megatron.checkpoint import writer as writer_module
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.errors import CheckpointError
-from tests.checkpoint.toy import DAMAGES, Run
+from tests.checkpoint.toy import DAMAGES, Cut, Run
 from tests.distributed import run_distributed
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json")
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "in the background"])
+def in_background(request: pytest.FixtureRequest) -> bool:
+    """How checkpoints are saved: everything below holds for both."""
+    return request.param
+
+
 @pytest.fixture
-def run(process_group: None, tmp_path: Path) -> Run:
+def run(process_group: None, tmp_path: Path, in_background: bool) -> Run:
     """A run with checkpoints of steps 10 and 20."""
-    run = Run(tmp_path / "checkpoints")
+    run = Run(tmp_path / "checkpoints", in_background=in_background)
     run.save(10)
     run.save(20)
     return run
@@ -37,16 +45,20 @@ def test_what_is_saved_is_found(run: Run) -> None:
     assert run.names() == {"latest", "step_00000010", "step_00000020"}
     assert (run.folder / "latest").read_text() == "step_00000020\n"
     assert {path.name for path in (run.folder / "step_00000020").iterdir()} == set(FILES)
-    assert run.log == []
+    assert run.skipped() == []
 
 
-def test_the_report_of_a_save(run: Run) -> None:
-    values = {"state": {"counter": 1}, "config": {"a": 1}, "versions": {"torch": "2"}}
-    report = run.manager.save(Manifest(30, files={}, **values), {})
-    assert report.path == run.folder / "step_00000030"
-    assert report.num_bytes == sum(path.stat().st_size for path in report.path.iterdir() if path.name == ".metadata")
-    manifest = Manifest.read(report.path)
+def test_the_manifest_and_the_log_of_a_save(run: Run) -> None:
+    values: dict[str, Any] = {"state": {"counter": 1}, "config": "a: 1", "versions": {"torch": "2"}}
+    tensors = Cut({"m": (512, 512)}, {"m": [(0, 512 * 512)]}, {"m": torch.ones(512, 512)})
+    run.manager.save(Manifest(30, files={}, **values), tensors.shards)
+    run.manager.finish()
+    path = run.folder / "step_00000030"
+    manifest = Manifest.read(path)
     assert (manifest.step, manifest.state, manifest.config, manifest.versions) == (30, *values.values())
+    stall = ", training stood still [0-9.]+s" if run.manager.config.async_ else ""
+    assert re.fullmatch(rf"checkpoint {path} \| 1\.1 MB in [0-9.]+s{stall}", run.log[-1])
+    assert len([line for line in run.log if line.startswith("checkpoint ")]) == 3
 
 
 def test_no_checkpoints(process_group: None, tmp_path: Path) -> None:
@@ -59,9 +71,9 @@ def test_no_checkpoints(process_group: None, tmp_path: Path) -> None:
 def test_a_damaged_newest_checkpoint_is_passed_over(run: Run, name: str, damage: str) -> None:
     DAMAGES[damage](run.folder / "step_00000020" / name)
     assert run.newest() == 10
-    assert len(run.log) == 1
-    assert "step_00000020 skipped" in run.log[0]
-    assert name in run.log[0]
+    (line,) = run.skipped()
+    assert "step_00000020 skipped" in line
+    assert name in line
     with pytest.raises(CheckpointError, match=f"step_00000020 cannot be loaded.*{name}"):
         run.manager.check_one(run.folder / "step_00000020")
     assert run.manager.check_one(run.folder / "step_00000010")[1].step == 10
@@ -101,14 +113,15 @@ def test_later_checkpoints_are_the_last_resort(run: Run) -> None:
     for step in (10, 15):
         DAMAGES["truncated"](run.folder / f"step_{step:08d}" / "manifest.json")
     assert run.newest() == 20
-    assert len(run.log) == 2
+    assert len(run.skipped()) == 2
 
 
 def test_a_checkpoint_that_the_pointer_names_and_that_is_gone_is_reported(run: Run) -> None:
     shutil.rmtree(run.folder / "step_00000020")
     assert run.newest() == 10
-    assert "step_00000020 skipped" in run.log[0]
-    assert "manifest.json is missing" in run.log[0]
+    (line,) = run.skipped()
+    assert "step_00000020 skipped" in line
+    assert "manifest.json is missing" in line
 
 
 def test_saving_a_step_again_replaces_it(run: Run) -> None:
@@ -144,21 +157,23 @@ def _crash_after_renaming_a_checkpoint(path: Path, target: Path) -> None:
 
 
 STAGES: dict[str, tuple[object, str, Callable[..., Any]]] = {
-    "before the shards": (manager_module.dcp, "save", _crash),
-    "after the shards": (manager_module, "hash_file", _crash),
+    "before the shards": (writer_module.dcp, "save", _crash),
+    "after the shards": (writer_module, "hash_file", _crash),
     "after the manifest": (Manifest, "write", _then_crash(Manifest.write)),
     "after the first rename": (Path, "rename", _crash_after_renaming_a_checkpoint),
-    "after all renames": (manager_module, "sync_folder", _crash),
-    "after the pointer": (manager_module, "write_durably", _then_crash(manager_module.write_durably)),
-    "in the removal": (manager_module.shutil, "rmtree", _crash),
+    "after all renames": (writer_module, "sync_folder", _crash),
+    "after the pointer": (writer_module, "write_durably", _then_crash(writer_module.write_durably)),
+    "in the removal": (writer_module.shutil, "rmtree", _crash),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("step", [20, 30])
-def test_a_crash_in_a_save(run: Run, monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+def test_a_crash_in_a_save(
+    run: Run, in_background: bool, monkeypatch: pytest.MonkeyPatch, stage: str, step: int
+) -> None:
     """Step 30 is new, step 20 is there already; keep=1 makes every save remove something."""
-    crashing = Run(run.folder, keep=1)
+    crashing = Run(run.folder, keep=1, in_background=in_background)
     with monkeypatch.context() as patch:
         patch.setattr(*STAGES[stage])
         with pytest.raises(Crash):
@@ -168,7 +183,7 @@ def test_a_crash_in_a_save(run: Run, monkeypatch: pytest.MonkeyPatch, stage: str
     assert newest in {20, step}
     if stage in {"after the pointer", "in the removal"}:
         assert newest == step
-    assert restarted.log == []
+    assert restarted.skipped() == []
     assert not [name for name in restarted.names() if name.endswith((".tmp", ".old"))]
     restarted.save(step, values_of=8)
     assert restarted.newest() == step
@@ -190,17 +205,19 @@ def test_a_checkpoint_is_readable_by_others_while_its_save_is_unfinished(
     ("keep", "keep_every", "kept"),
     [(1, None, [6]), (2, None, [5, 6]), (9, None, [1, 2, 3, 4, 5, 6]), (1, 2, [2, 4, 6]), (2, 4, [4, 5, 6])],
 )
-def test_retention(process_group: None, tmp_path: Path, keep: int, keep_every: int | None, kept: list[int]) -> None:
-    run = Run(tmp_path, keep=keep, keep_every=keep_every)
+def test_retention(
+    process_group: None, tmp_path: Path, in_background: bool, keep: int, keep_every: int | None, kept: list[int]
+) -> None:
+    run = Run(tmp_path, keep=keep, keep_every=keep_every, in_background=in_background)
     for step in range(1, 7):
         run.save(step)
     assert run.names() == {"latest", *(f"step_{step:08d}" for step in kept)}
 
 
 def _complete(folder: Path) -> list[str]:
-    """Checkpoints whose manifest names files that are all there, with their sizes."""
+    """Checkpoints whose manifest names files that are all there, with their sizes; one being replaced counts."""
     found = []
-    for path in folder.glob("step_????????"):
+    for path in [*folder.glob("step_????????"), *folder.glob("step_????????.old")]:
         try:
             files = json.loads((path / "manifest.json").read_text())["files"]
             if all((path / name).stat().st_size == record["bytes"] for name, record in files.items()):
@@ -211,10 +228,10 @@ def _complete(folder: Path) -> list[str]:
 
 
 def test_there_is_a_complete_checkpoint_at_every_moment(
-    process_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    process_group: None, tmp_path: Path, in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Looked for after every change that the save makes to the folder."""
-    run = Run(tmp_path, keep=1)
+    run = Run(tmp_path, keep=1, in_background=in_background)
     run.save(1)
     seen: list[int] = []
 
@@ -229,18 +246,21 @@ def test_there_is_a_complete_checkpoint_at_every_moment(
     for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(os, name, watched(getattr(os, name)))
     run.save(2)
-    assert len(seen) >= 8
-    assert min(seen) == 1
+    run.save(2, values_of=3)  # takes the place of one with the same name
+    assert len(seen) >= 16
+    assert min(seen) >= 1
     assert _complete(tmp_path) == ["step_00000002"]
 
 
-def test_what_cannot_be_removed_does_not_stop_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_does_not_stop_the_run(
+    run: Run, in_background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def busy(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
-    monkeypatch.setattr(manager_module.shutil, "rmtree", busy)
-    Run(run.folder, keep=1).save(30)
+    monkeypatch.setattr(writer_module.shutil, "rmtree", busy)
+    Run(run.folder, keep=1, in_background=in_background).save(30)
     assert run.newest() == 30
     monkeypatch.undo()
     assert Run(run.folder).names() == {"latest", "step_00000030"}
@@ -252,7 +272,7 @@ def test_a_full_disk_when_the_pointer_moves(run: Run, monkeypatch: pytest.Monkey
     def full(path: Path, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(manager_module, "write_durably", full)
+    monkeypatch.setattr(writer_module, "write_durably", full)
     with pytest.raises(CheckpointError, match=r"No space left.*newest complete checkpoint is .*step_00000020\."):
         run.save(30)
     assert run.newest() == 20
@@ -285,12 +305,12 @@ def _save_error(run: Run, step: int, failing: bool, target: tuple[object, str]) 
     return message, names
 
 
-def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
+def _on_two_ranks(rank: int, folder: str, in_background: bool) -> dict[str, Any]:
     root = Path(folder)
-    run = Run(root / "full", rank=rank, world_size=2)
+    run = Run(root / "full", rank=rank, world_size=2, in_background=in_background)
     run.save(10)
     found: dict[str, Any] = {"files": sorted(path.name for path in (run.folder / "step_00000010").iterdir())}
-    targets = {"write": (FileSystem, "create_stream"), "hash": (manager_module, "hash_file")}
+    targets = {"write": (FileSystem, "create_stream"), "hash": (writer_module, "hash_file")}
     for failing_rank in (0, 1):
         for label, target in targets.items():
             found[label, failing_rank] = _save_error(run, 20, rank == failing_rank, target)
@@ -308,9 +328,19 @@ def _on_two_ranks(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
+def _both_ways(rank: int, folder: str) -> dict[bool, dict[str, Any]]:
+    return {way: _on_two_ranks(rank, f"{folder}/{way}", way) for way in (False, True)}
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_on_two_ranks, 2, str(tmp_path_factory.mktemp("ranks")))
+def both_ways(tmp_path_factory: pytest.TempPathFactory) -> list[dict[bool, dict[str, Any]]]:
+    return run_distributed(_both_ways, 2, str(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.fixture
+def ranks(both_ways: list[dict[bool, dict[str, Any]]], in_background: bool) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return [found[in_background] for found in both_ways]
 
 
 @pytest.mark.distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +18,10 @@ from fbt_megatron.parallel.logical_tensor import Block, LogicalTensor, Parameter
 SHAPES: dict[str, tuple[int, ...]] = {"weights/matrix": (5, 4), "weights/vector": (7,), "optimizer/momentum": (3, 6)}
 
 
-def whole_tensors(step: int) -> dict[str, Tensor]:
+def whole_tensors(step: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     """Every element of every tensor has another value, in every step."""
     tensors, first = {}, 1000.0 * step
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         numel = torch.Size(shape).numel()
         tensors[name] = torch.arange(first, first + numel).view(shape)
         first += numel
@@ -62,10 +63,10 @@ class Cut:
         )
 
 
-def share(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
+def share(rank: int, world_size: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, list[tuple[int, int]]]:
     """This rank's half of each tensor; the cut falls inside a row."""
     ranges = {}
-    for name, shape in SHAPES.items():
+    for name, shape in shapes.items():
         numel = torch.Size(shape).numel()
         bounds = [numel * part // world_size for part in range(world_size + 1)]
         ranges[name] = [(bounds[rank], bounds[rank + 1])]
@@ -73,24 +74,41 @@ def share(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
 
 
 class Run:
-    """A folder of checkpoints seen from one rank."""
+    """A folder of checkpoints seen from one rank; saves are made at once or in the background."""
 
     def __init__(
-        self, folder: Path, *, keep: int = 3, keep_every: int | None = None, rank: int = 0, world_size: int = 1
+        self,
+        folder: Path,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        in_background: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
     ) -> None:
         self.folder = folder
         self.log: list[str] = []
-        self.ranges = share(rank, world_size)
-        self.manager = CheckpointManager(
-            folder, config=CheckpointConfig(keep=keep, keep_every=keep_every), log=self.log.append
-        )
+        self.shapes = shapes
+        self.ranges = share(rank, world_size, shapes)
+        config = CheckpointConfig(keep=keep, keep_every=keep_every, async_=in_background)
+        self.manager = CheckpointManager(folder, config=config, log=self.log.append)
         self.manager.prepare()
 
-    def save(self, step: int, *, values_of: int | None = None) -> Path:
-        """Save the values of `step` (or of another number) under `step`."""
-        values = whole_tensors(step if values_of is None else values_of)
-        manifest = Manifest(step, {"counter": values_of or step}, {"seed": 1}, {"torch": "2"}, files={})
-        return self.manager.save(manifest, Cut(SHAPES, self.ranges, values).shards).path
+    def save(self, step: int, *, values_of: int | None = None) -> None:
+        """Save the values of `step` (or of another number) under `step`, to the end."""
+        self.begin_save(step, values_of=values_of)
+        self.manager.finish()
+
+    def begin_save(self, step: int, *, values_of: int | None = None) -> None:
+        """What a training step does: hand over a state, and change all of it as soon as that is allowed."""
+        values = whole_tensors(step if values_of is None else values_of, self.shapes)
+        manifest = Manifest(step, {"counter": values_of or step}, "seed: 1", {"torch": "2"}, files={})
+        cut = Cut(self.shapes, self.ranges, values)
+        self.manager.save(manifest, cut.shards)
+        for buffer in cut.buffers.values():
+            buffer.fill_(-1.0)
+        manifest.state["counter"] = -1
 
     def newest(self) -> int | None:
         """Step of the checkpoint that a run would go on from, after its values were loaded and compared."""
@@ -99,10 +117,14 @@ class Run:
             return None
         path, manifest = found
         assert path == self.folder / f"step_{manifest.step:08d}"
-        empty = Cut(SHAPES, self.ranges)
+        empty = Cut(self.shapes, self.ranges)
         load_shards(path, empty.shards)
-        assert empty.holds(whole_tensors(manifest.state["counter"]))
+        assert empty.holds(whole_tensors(manifest.state["counter"], self.shapes))
         return manifest.step
+
+    def skipped(self) -> list[str]:
+        """Lines of the log about checkpoints that were passed over."""
+        return [line for line in self.log if "skipped" in line]
 
     def names(self) -> set[str]:
         """Everything in the folder."""
@@ -117,11 +139,28 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip_bit(path: Path) -> None:
-    """One bit in the middle of the file."""
+def halve(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_bit(path: Path, place: float = 0.5) -> None:
+    """One bit of the file, at a place between the first byte (0) and the last (1)."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[round(place * (len(content) - 1))] ^= 1
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {"removed": remove, "truncated": truncate, "flipped": flip_bit}
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "removed": remove,
+    "truncated": truncate,
+    "halved": halve,
+    "emptied": empty,
+    "flipped": flip_bit,
+    "flipped at its begin": partial(flip_bit, place=0.0),
+    "flipped at its end": partial(flip_bit, place=1.0),
+}

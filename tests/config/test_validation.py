@@ -59,7 +59,6 @@ def test_the_base_of_these_tests_is_valid():
         ({"parallel__pipeline": 3}, "model.num_layers=4: must be a multiple of parallel.pipeline (3)"),
         ({"parallel__pipeline": 4, "train__global_batch_size": 4, "data__streams": 4}, "needs at least 4 to keep"),
         ({"parallel__sequence": True}, "parallel.sequence=true: divides activations over tensor-parallel ranks, but"),
-        ({"checkpoint__async_": True}, "checkpoint.async=true: not available in this version. Set async: false."),
         ({"optimizer__grad_clip": -1.0}, "optimizer.grad_clip=-1.0: must not be negative."),
         ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
         ({"parallel__zero_stage": 2}, "parallel.zero_stage=2: must be 0 or 1. Stages 2 and 3 cut gradients up while"),
