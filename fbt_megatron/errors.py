@@ -69,7 +69,7 @@ class DecodeError(FBTError):
 
 
 class NonFiniteError(FBTError):
-    """Too many optimizer steps in a row had a gradient that is not finite."""
+    """Too many optimizer steps in a row had a gradient that is not finite, or were spikes."""
 
     exit_status = 5
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fbt_megatron import activity
 from fbt_megatron.checkpoint.background import BackgroundWork, HostCopies
-from fbt_megatron.checkpoint.folder import candidates, step_name
+from fbt_megatron.checkpoint.folder import candidates, step_name, step_of
 from fbt_megatron.checkpoint.logical_shards import LogicalLoadPlanner, LogicalShards, SafeFileSystemReader
 from fbt_megatron.checkpoint.manifest import Manifest, find_damage
 from fbt_megatron.checkpoint.writer import CheckpointWriter
@@ -151,15 +151,21 @@ class CheckpointManager:
         text = f"checkpoint {report.path} | {report.num_bytes / 1e6:,.1f} MB in {report.seconds:.1f}s"
         self.log(f"{text}, training stood still {report.stall_seconds:.2f}s" if self.config.async_ else text)
 
-    def find_newest(self, folder: Path) -> tuple[Path, Manifest] | None:
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: the run goes back behind them, and they are no part of it any more."""
+        self.finish()
+        self._writer.discard_after(step)
+
+    def find_newest(self, folder: Path, *, last_step: int | None = None) -> tuple[Path, Manifest] | None:
         """The newest undamaged checkpoint of `folder`, every byte of it checked; None where there is no checkpoint.
 
-        A save in the background is waited for. A damaged one is reported and the one before it taken. Raises
-        CheckpointError when all are damaged.
+        With `last_step`, the newest one that is not of a later step. A save in the background is waited for. A damaged
+        checkpoint is reported and the one before it taken. Raises CheckpointError when all are damaged.
         """
         self.finish()
         reasons = []
-        for path in agree_on_rank_zero(lambda: candidates(folder)):
+        found = agree_on_rank_zero(lambda: candidates(folder))
+        for path in [path for path in found if last_step is None or step_of(path) <= last_step]:
             manifest, damage = self._check(path)
             if manifest is not None and damage is None:
                 return path, manifest

@@ -87,6 +87,16 @@ class CheckpointWriter:
             raise
         return complete
 
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps; raises CheckpointError where that fails."""
+        agree_on_rank_zero(lambda: self._discard_after(step), group=self._group)
+
+    def _discard_after(self, step: int) -> None:
+        with _disk_errors(self.folder):
+            for later, path in list_checkpoints(self.folder):
+                if later > step:
+                    _remove(path)
+
     def _start(self, temporary: Path) -> None:
         with _disk_errors(self.folder):
             if temporary.exists():
@@ -133,10 +143,13 @@ class CheckpointWriter:
         every = self._config.keep_every
         for step in steps[max(0, self._config.keep - 1) :]:
             if every is None or step % every:
-                expired = self.folder / step_name(step)
-                doomed = expired.with_suffix(TEMPORARY_SUFFIX)
-                expired.rename(doomed)  # from here on it is no checkpoint, however far the removal gets
-                shutil.rmtree(doomed, ignore_errors=True)  # `prepare` removes the rest
+                _remove(self.folder / step_name(step))
+
+
+def _remove(checkpoint: Path) -> None:
+    doomed = checkpoint.with_suffix(TEMPORARY_SUFFIX)
+    checkpoint.rename(doomed)  # from here on it is no checkpoint, however far the removal gets
+    shutil.rmtree(doomed, ignore_errors=True)  # `prepare` removes the rest
 
 
 @contextmanager

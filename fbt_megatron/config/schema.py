@@ -372,16 +372,24 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """When to give up."""
+    """What to do about steps that go wrong, and when to give up."""
 
     max_consecutive_skips: int = 10
-    """Stop the run after this many steps in a row whose gradient was not finite."""
+    """Go back (`max_rewinds`) or stop the run after this many skipped steps in a row."""
+    max_rewinds: int = 0
+    """How often the run may go back to the checkpoint before such steps and pass over their rows; 0: it stops."""
+    spikes: Literal["ignore", "report", "skip"] = "report"
+    """What to do with a step whose loss or gradient norm lies far above the recent ones: nothing, count and log it, or
+    skip it as well, like one whose gradient is not finite."""
+    spike_factor: float = 6.0
+    """Far above: more than so many standard deviations over the mean of the last 128 steps."""
     hang_timeout_seconds: float | None = 1800.0
     """End the run with a report where a rank makes no progress for so long. One pass over one micro-batch, one
     collective, or the writing of a checkpoint has to take less. null: never."""
 
     def problems(self) -> Iterator[str]:
-        yield from _positive(self, "max_consecutive_skips hang_timeout_seconds")
+        yield from _positive(self, "max_consecutive_skips spike_factor hang_timeout_seconds")
+        yield from _not_negative(self, "max_rewinds")
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,18 @@ def stop_step_within_run(config: RunConfig) -> Iterator[str]:
         yield f"train.stop_step={stop}: lies after the end of the run. Use at most train.steps ({steps}), or null."
 
 
+def checkpoints_reach_back(config: RunConfig) -> Iterator[str]:
+    """A run that may go back still has the checkpoint from before the skipped steps when it has counted them."""
+    skips, every, keep = config.resilience.max_consecutive_skips, config.checkpoint.every, config.checkpoint.keep
+    newer = -(-(skips - 1) // every)  # saves during the skipped steps, at most
+    if config.resilience.max_rewinds and keep <= newer:
+        yield (
+            f"checkpoint.keep={keep}: with every={every} there may be {newer} checkpoints from within the "
+            f"resilience.max_consecutive_skips={skips} skipped steps after which the run goes back (max_rewinds), and "
+            f"none from before them. Keep {newer + 1}, save less often, or allow fewer skips."
+        )
+
+
 def extra_passes_need_fusion(config: RunConfig) -> Iterator[str]:
     """An ordinary transformer has no second pass to evaluate."""
     if config.feedback.fusion == "none" and config.evaluation.extra_passes:
@@ -226,6 +238,7 @@ _RULES = (
     _Rule(phases_cover_run, ("train", "feedback")),
     _Rule(warmup_and_cooldown_fit_run, ("train", "lr_schedule")),
     _Rule(stop_step_within_run, ("train",)),
+    _Rule(checkpoints_reach_back, ("checkpoint", "resilience")),
     _Rule(extra_passes_need_fusion, ("feedback", "evaluation")),
 )
 

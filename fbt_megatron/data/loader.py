@@ -83,7 +83,7 @@ class TrainLoader:
         return self._documents
 
     def next_step(self) -> list[TrainBatch]:
-        """The micro-batches of the next optimizer step, in order.
+        """The micro-batches of the next optimizer step, in order, without the rows that are passed over.
 
         Raises:
             DataError: a shard or sample cannot be used, or a reader process has died.
@@ -91,18 +91,28 @@ class TrainLoader:
         if self._deliveries is None:
             self._deliveries = self._start_reading()
         try:
-            step = list(islice(self._deliveries, self.num_micro_batches))
+            read, step = self._read_step(self._deliveries)
         except DataError:
             self.close()  # another try starts from the last step again
             raise
-        self._state.cursors.update({stream: row.next for delivery in step for stream, row in delivery.rows.items()})
-        self._state.cycle += self._cycles_per_step
+        self._state.cursors.update({stream: row.next for delivery in read for stream, row in delivery.rows.items()})
+        self._state.cycle = read[-1].cycle + 1
         self._documents = {
             self._layout.row(delivery.cycle, stream): row.documents
             for delivery in step
             for stream, row in delivery.rows.items()
         }
         return [_collate(delivery, self._layout) for delivery in step]
+
+    def rewind(self, state: Mapping[str, Any], *, pass_over: tuple[int, int]) -> None:
+        """Go on from a merged state of this data set, and pass over a range (first, stop) of cycles beside its own.
+
+        Raises:
+            DataError: see `build_train_loader`.
+        """
+        self.close()
+        self._state = LoaderState.restored(state, self._layout, fingerprint=self._reader.dataset.fingerprint)
+        self._state.passed_over += (pass_over,)
 
     def check_skipped(self, skipped: int, epoch: int) -> None:
         """Raise DataError where so many documents, over all ranks, are more than `data.max_skipped` allows."""
@@ -119,6 +129,17 @@ class TrainLoader:
         if self._readers is not None:
             self._readers.close()
             self._readers = None
+
+    def _read_step(self, deliveries: Iterator[_Delivery]) -> tuple[list[_Delivery], list[_Delivery]]:
+        """All that is read for one step, and what of it is trained. Cycles are trained or passed over as a whole."""
+        read: list[_Delivery] = []
+        step: list[_Delivery] = []
+        while len(step) < self.num_micro_batches:
+            delivery = next(deliveries)
+            read.append(delivery)
+            if not self._state.passes_over(delivery.cycle):
+                step.append(delivery)
+        return read, step
 
     def _start_reading(self) -> Iterator[_Delivery]:
         source = _TrainSource(self._reader, self._layout, self._state.copy())

@@ -1,6 +1,7 @@
 """How far the training data has been read: one cursor per stream, for any number of ranks and readers.
 
-Nothing else is kept: rows, their numbers and their order follow from the cursors, the cycle and the configuration.
+Beside that only the cycles that are not trained are kept: rows, their numbers and their order follow from the cursors,
+the cycle and the configuration.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class LoaderState:
     """Number of the next cycle; the same for all streams between two steps."""
     cursors: dict[int, Cursor]
     """By stream number."""
+    passed_over: tuple[tuple[int, int], ...] = ()
+    """Ranges (first, stop) of cycles whose rows are read and not trained."""
 
     @classmethod
     def at_start(cls, layout: StreamLayout) -> LoaderState:
@@ -52,11 +55,19 @@ class LoaderState:
                 "data.train: not the data set that the checkpoint was made with, so its place in the data has no "
                 "meaning. Name the data set of the checkpoint."
             )
-        return cls(state["cycle"], {stream: Cursor(**state["cursors"][str(stream)]) for stream in layout.streams()})
+        return cls(
+            state["cycle"],
+            {stream: Cursor(**state["cursors"][str(stream)]) for stream in layout.streams()},
+            tuple((first, stop) for first, stop in state["passed_over"]),
+        )
 
     def copy(self) -> LoaderState:
         """A state that does not follow this one."""
-        return LoaderState(self.cycle, dict(self.cursors))
+        return LoaderState(self.cycle, dict(self.cursors), self.passed_over)
+
+    def passes_over(self, cycle: int) -> bool:
+        """True where the rows of a cycle are not trained."""
+        return any(first <= cycle < stop for first, stop in self.passed_over)
 
     def as_dict(self, *, num_streams: int, fingerprint: str) -> dict[str, Any]:
         """The state in plain numbers and strings, as a checkpoint keeps it."""
@@ -65,6 +76,7 @@ class LoaderState:
             "num_streams": num_streams,
             "dataset": fingerprint,
             "cycle": self.cycle,
+            "passed_over": [list(cycles) for cycles in self.passed_over],
             "cursors": {str(stream): asdict(cursor) for stream, cursor in sorted(self.cursors.items())},
         }
 

@@ -80,6 +80,7 @@ class NorMuonAdam(torch.optim.Optimizer):
         self.config = config
         self._adam = adam
         self._settings: StepSettings | None = None
+        self._refuses: Callable[[], bool] | None = None
         self._due: set[str] = set()
         self._fragments: dict[str, list[BoundFragment]] = {}
         self._spans: dict[str, list[Span]] = {}
@@ -125,9 +126,14 @@ class NorMuonAdam(torch.optim.Optimizer):
             raise RuntimeError("NorMuonAdam: call bind() first.")
         return self._exchange
 
-    def prepare(self, settings: StepSettings) -> None:
-        """Set what the next optimizer step does."""
+    def prepare(self, settings: StepSettings, *, refuses: Callable[[], bool] | None = None) -> None:
+        """Set what the next optimizer step does.
+
+        `refuses` is asked when the gradients are complete, once for each call of `step`; where it says True, nothing
+        changes. It has to say the same on every rank and for both groups.
+        """
         self._settings = settings
+        self._refuses = refuses
         self._due = {NORMUON, ADAM}
         for group in self.param_groups:
             is_normuon = group["rule"] == NORMUON
@@ -144,6 +150,8 @@ class NorMuonAdam(torch.optim.Optimizer):
             if self._settings is None or rule not in self._due:
                 raise RuntimeError(f"NorMuonAdam: step() of the {rule} group without prepare() for this step.")
             self._due.remove(rule)
+            if self._refuses is not None and self._refuses():
+                continue
             if rule == NORMUON:
                 self._step_normuon(self._settings)
             else:

@@ -34,6 +34,13 @@ def max_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Ten
     return largest
 
 
+def gather_across(values: Tensor) -> Tensor:
+    """`values` [n] of every rank, [ranks, n], on every rank."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.stack(gathered)
+
+
 def broadcast_in(values: Tensor, *, group: dist.ProcessGroup) -> None:
     """Overwrite `values` with those of the first rank of a group."""
     with communicating("broadcast_in"):

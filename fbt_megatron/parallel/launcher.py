@@ -80,6 +80,15 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
     return ALONE
 
 
+def count_restarts(environment: Mapping[str, str]) -> int:
+    """How often the launcher has started this job again: SLURM's requeues of it, and torchrun's restarts within.
+
+    Raises TopologyError where a variable holds no number.
+    """
+    names = [name for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT") if name in environment]
+    return sum(_number(environment, name) for name in names)
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `n[08-10],gpu1` is n08, `red,blue` is red."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)

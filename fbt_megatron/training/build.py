@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,7 @@ from fbt_megatron.model.layout import parameter_layouts
 from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.optim.param_groups import ADAM, NORMUON, format_groups, list_groups
 from fbt_megatron.parallel.collectives import agree_on_errors, agree_on_rank_zero, broadcast_object, gather_objects
+from fbt_megatron.parallel.launcher import count_restarts
 from fbt_megatron.parallel.logical_tensor import ParameterLayout
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.planner import count_parameters
@@ -27,11 +30,11 @@ from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.metrics import MetricsLogger
 from fbt_megatron.training.resume import check_same_model, check_same_run, find_start, new_feedback_tensors
-from fbt_megatron.training.run_dir import LOG_NAME, hold_run_dir, write_config
+from fbt_megatron.training.run_dir import LOG_NAME, hold_run_dir, note_start, write_config
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import reads_data
 from fbt_megatron.training.train_state import Counters, load_tensors, software_versions
-from fbt_megatron.training.trainer import RunParts, Trainer
+from fbt_megatron.training.trainer import RunParts, Starts, Trainer
 
 _LISTED_RANKS = 32
 
@@ -64,6 +67,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         counters = _restore(start, engine, config, console)
         activity.begin("start-up, opening the run directory")
         console.line(_describe(config, topology, counters))
+        starts = _count_starts(folder, counters, console)
         _list_ranks(config, topology, console)
         agree_on_rank_zero(lambda: write_config(config))
         schedule = build_pass_schedule(config.feedback, steps=config.train.steps, seed=config.train.seed)
@@ -84,9 +88,12 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
         try:
             token_bytes = broadcast_object(None if validation is None else validation.token_bytes)
             parts = RunParts(
-                model, engine, loader, validation, token_bytes, checkpoints, metrics, samples, console, schedule
+                model, engine, loader, validation, token_bytes, checkpoints, metrics, samples, console, schedule, starts
             )
-            yield Trainer(config, topology, parts, counters)
+            trainer = Trainer(config, topology, parts, counters)
+            if start is not None:
+                trainer.spikes.load_state_dict(start[1].state.get("spikes", {}))  # older checkpoints have none
+            yield trainer
         finally:
             checkpoints.close()
             if loader is not None:
@@ -142,6 +149,16 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, config: R
                 f"note: {name} is {version} now; the checkpoint was written with {manifest.versions.get(name)}"
             )
     return Counters(**manifest.state["counters"])
+
+
+def _count_starts(folder: Path, counters: Counters, console: Console) -> Starts:
+    """Note this start of the run, and say which one it is."""
+    restarts = agree_on_rank_zero(lambda: count_restarts(os.environ))
+    where = f"step {counters.step} on {socket.gethostname()}, restart {restarts} by the launcher"
+    starts = agree_on_rank_zero(lambda: note_start(folder, where))
+    if starts > 1 or restarts:
+        console.line(f"start {starts} of this run, restart {restarts} by the launcher")
+    return Starts(starts, restarts)
 
 
 def _check_same_kernels(kernels: Kernels) -> None:

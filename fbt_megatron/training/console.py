@@ -75,6 +75,12 @@ class Console:
         if self._bar is not None:
             self._bar.update()
 
+    def rewind(self, *, done: int) -> None:
+        """The run goes on after step `done` again."""
+        if self._bar is not None:
+            self._bar.n = done
+            self._bar.refresh()
+
     def close(self) -> None:
         """End the bar and the log."""
         if self._bar is not None:

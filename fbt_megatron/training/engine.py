@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,8 @@ class StepResult:
     grad_norm: float | None
     """Global 2-norm of the raw gradient, before clipping; None where it is not finite."""
     skipped: bool
-    """True where a gradient was not finite on some rank: no rank changed weights, optimizer state or counters."""
+    """True where a gradient was not finite on some rank, or the caller refused the step: no rank changed weights,
+    optimizer state or counters."""
 
 
 class TrainEngine:
@@ -90,8 +91,11 @@ class TrainEngine:
         self._masters = masters
         self._steps_applied = 0
 
-    def step(self, settings: StepSettings) -> StepResult:
+    def step(self, settings: StepSettings, *, refuses: Callable[[float], bool] | None = None) -> StepResult:
         """Apply the gradients accumulated since the last call, and clear them. Every rank calls it.
+
+        `refuses` is asked once, on all ranks together, with the finite norm of the raw gradient; where it says True, as
+        it must on all of them, the step is skipped like one whose gradient is not finite.
 
         Raises RuntimeError where a parameter that the step uses has no gradient, or where the first steps have a norm
         of zero: training would go on without learning.
@@ -107,11 +111,14 @@ class TrainEngine:
         if any_rank_true(not all_finite(list(gradients.values())), device=self._topology.device):
             self.zero_grad()
             return StepResult(grad_norm=None, skipped=True)
-        self.optimizer.prepare(settings)
-        norm = self._apply_with_zero() if self._config.parallel.zero_stage else self._apply_replicated(gradients)
+        verdict = _Verdict(refuses)
+        if self._config.parallel.zero_stage:
+            norm = self._apply_with_zero(settings, verdict)
+        else:
+            norm = self._apply_replicated(gradients, settings, verdict)
         self.zero_grad()
-        if norm is None:
-            return StepResult(grad_norm=None, skipped=True)
+        if norm is None or verdict.refused:
+            return StepResult(grad_norm=norm, skipped=True)
         self._check_norm(norm)
         copy_tied_weight(
             self._parameters, self.layouts, tie_embeddings=self._config.model.tie_embeddings, topology=self._topology
@@ -166,12 +173,18 @@ class TrainEngine:
             raise RuntimeError(f"no gradient reached parameters that this step uses: {names}")
         return gradients
 
-    def _apply_with_zero(self) -> float | None:
-        """DeepSpeed reduces, takes the norm over all ranks, clips, steps and gathers. None: the norm overflowed."""
+    def _apply_with_zero(self, settings: StepSettings, verdict: _Verdict) -> float | None:
+        """DeepSpeed reduces, takes the norm over all ranks, clips, steps and gathers. None: the norm overflowed.
+
+        The norm is known only in there, before DeepSpeed calls the client optimizer, which is therefore what asks.
+        """
+        self.optimizer.prepare(settings, refuses=lambda: verdict.ask(float(self._engine.optimizer._global_grad_norm)))
         self._engine.step()
         return float(self._engine.get_global_grad_norm()) if self._engine.was_step_applied() else None
 
-    def _apply_replicated(self, gradients: Mapping[str, Tensor]) -> float | None:
+    def _apply_replicated(
+        self, gradients: Mapping[str, Tensor], settings: StepSettings, verdict: _Verdict
+    ) -> float | None:
         """Stage 0, where DeepSpeed has neither norm nor overflow check: reduce and clip here, then let it step."""
         everything = list(gradients.values())
         average_across(everything, group=self._topology.pg.dp)
@@ -179,6 +192,9 @@ class TrainEngine:
         norm = global_norm(own, device=self._topology.device, group=self._topology.pg.mp)
         if not math.isfinite(norm):
             return None
+        if verdict.ask(norm):
+            return norm
+        self.optimizer.prepare(settings)
         clip(everything, norm=norm, max_norm=self._config.optimizer.grad_clip)
         self._engine.step()
         return norm
@@ -191,6 +207,25 @@ class TrainEngine:
             raise RuntimeError(f"a step with a gradient norm of {norm} was applied: optimizer state is damaged")
         if norm == 0.0 and self._steps_applied < _WATCHED_STEPS:
             raise RuntimeError("the gradient norm of one of the first steps is 0: gradients do not reach the optimizer")
+
+
+class _Verdict:
+    """What the caller says of one step, asked once: DeepSpeed may call the client optimizer once for each group."""
+
+    def __init__(self, refuses: Callable[[float], bool] | None) -> None:
+        self._refuses = refuses
+        self._answer: bool | None = None
+
+    @property
+    def refused(self) -> bool:
+        """True where the caller was asked and refused."""
+        return bool(self._answer)
+
+    def ask(self, norm: float) -> bool:
+        """Whether the step of this gradient norm is refused."""
+        if self._answer is None:
+            self._answer = self._refuses is not None and self._refuses(norm)
+        return self._answer
 
 
 def build_engine(

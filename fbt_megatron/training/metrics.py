@@ -29,8 +29,13 @@ class StepRecord:
     """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes.
 
     `losses` is the cross entropy of each pass per trained token; `loss` combines them, without `z_loss`. `grad_norm` is
-    the norm before clipping, None in a skipped step. `epoch` counts how often a stream has begun its data anew,
+    the norm before clipping, None where it is not finite. `epoch` counts how often a stream has begun its data anew,
     `skipped_documents` those that the run has passed over because they cannot be read.
+
+    `skipped_steps`, `spikes` and `rewinds` count what happened up to here (see `train_state.Counters`); `skipped` and
+    `spike` say whether it happened in this step. `starts` counts the starts of this run, `restarts` those that its
+    launcher knows of as such. `data_seconds` is the time of the rank that waited longest for its data. `slowest_rank`
+    and its time over that of its peers are None where no two ranks hold the same part of the model.
     """
 
     step: int
@@ -44,10 +49,19 @@ class StepRecord:
     lr_adam: float
     weight_decay: float
     skipped_steps: int
+    spikes: int
+    rewinds: int
     epoch: int
     skipped_documents: int
+    starts: int
+    restarts: int
     step_seconds: float
     step_tokens: int
+    data_seconds: float
+    slowest_rank: int | None
+    slowest_rank_ratio: float | None
+    skipped: bool = False
+    spike: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The keys and order of a line of `metrics.jsonl`."""
@@ -63,10 +77,17 @@ class StepRecord:
             "lr_adam": self.lr_adam,
             "weight_decay": self.weight_decay,
             "skipped_steps": self.skipped_steps,
+            "spikes": self.spikes,
+            "rewinds": self.rewinds,
             "epoch": self.epoch,
             "skipped_documents": self.skipped_documents,
+            "starts": self.starts,
+            "restarts": self.restarts,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.step_tokens / self.step_seconds,
+            "data_seconds": self.data_seconds,
+            "slowest_rank": self.slowest_rank,
+            "slowest_rank_ratio": self.slowest_rank_ratio,
         }
 
 
@@ -139,7 +160,8 @@ class MetricsLogger:
         """Log one optimizer step."""
         self._recent.append((record.step_seconds, record.passes))
         self._write("train", record.as_dict())
-        if record.step % self._console_every == 0 or record.step in (1, self._total_steps) or record.grad_norm is None:
+        is_due = record.step % self._console_every == 0 or record.step in (1, self._total_steps)
+        if is_due or record.skipped or record.spike:
             self._console.line(self._step_line(record))
         self._console.advance()
 
@@ -153,6 +175,13 @@ class MetricsLogger:
             f"validation {record.step}/{self._total_steps} | {losses}{bits}"
             + (f" | hidden delta {deltas}" if deltas else "")
         )
+
+    def rewind(self, step: int) -> None:
+        """Remove what was logged after `step`, from which the run goes on again. On rank 0; raises RunDirError."""
+        self.close()
+        self._resume_step, self._validation_due = step, False
+        self.open()
+        self._console.rewind(done=step)
 
     def flush(self) -> None:
         """Bring everything to the disk: what is older than a checkpoint is never written again."""
@@ -175,6 +204,8 @@ class MetricsLogger:
     def _step_line(self, record: StepRecord) -> str:
         per_pass = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
         norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
+        if record.spike:
+            norm += ", SPIKE, SKIPPED" if record.skipped else ", SPIKE"
         seconds, passes = (sum(column) for column in zip(*self._recent, strict=True))
         remaining = format_duration(seconds / passes * self._passes_after(record.step))
         speed = format_count(record.step_tokens / record.step_seconds)

@@ -1,4 +1,4 @@
-"""When a run stops: on a signal, agreed by all ranks, or after too many steps whose gradient was not finite."""
+"""When a run stops or goes back: on a signal, agreed by all ranks, or after too many skipped steps in a row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,27 @@ def agreed_signal(stop: StopSignal, *, device: torch.device) -> int:
     return int(max_across(torch.tensor(float(stop.received), device=device)))
 
 
-def check_skips(counters: Counters, resilience: ResilienceConfig) -> None:
-    """Raise NonFiniteError after `resilience.max_consecutive_skips` skipped steps in a row."""
-    if counters.consecutive_skips >= resilience.max_consecutive_skips:
-        raise NonFiniteError(
-            f"The gradient was not finite in {counters.consecutive_skips} steps in a row, up to step {counters.step} "
-            f"(resilience.max_consecutive_skips={resilience.max_consecutive_skips}). No weight has changed since. "
-            "Lower the learning rates, or look at the data of these steps, and start again from the last checkpoint."
-        )
+def goes_back(counters: Counters, resilience: ResilienceConfig) -> bool:
+    """True after `resilience.max_consecutive_skips` skipped steps in a row.
+
+    Raises NonFiniteError where the run may not go back any more.
+    """
+    if counters.consecutive_skips < resilience.max_consecutive_skips:
+        return False
+    if counters.rewinds >= resilience.max_rewinds:
+        raise too_many_skips(counters, resilience, f"resilience.max_rewinds={resilience.max_rewinds}")
+    return True
+
+
+def too_many_skips(counters: Counters, resilience: ResilienceConfig, why_not_back: str) -> NonFiniteError:
+    """The error that ends a run which cannot go back."""
+    number = counters.consecutive_skips
+    reason = "The gradient was not finite"
+    if resilience.spikes == "skip":
+        reason += f" or a spike (resilience.spike_factor={resilience.spike_factor:g})"
+    return NonFiniteError(
+        f"{reason} in {number} steps in a row, up to step {counters.step} "
+        f"(resilience.max_consecutive_skips={resilience.max_consecutive_skips}; {why_not_back}). No weight has changed "
+        "since. Lower the learning rates, or look at the data of these steps, which log.txt names, and start again "
+        "from the last checkpoint."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from fbt_megatron.parallel.collectives import agree_on_rank_zero
 CONFIG_NAME = "config.yaml"
 LOG_NAME = "log.txt"
 LOCK_NAME = ".lock"
+STARTS_NAME = "starts.txt"
 
 
 @contextmanager
@@ -45,6 +47,18 @@ def _lock(folder: Path) -> IO[str]:
                 f"train.run_dir={folder}: another run is writing there. Wait for it, stop it, or choose another folder."
             ) from None
     return lock
+
+
+def note_start(folder: Path, text: str) -> int:
+    """Add a line to the list of starts of a run; returns how many it has. Called on rank 0; raises RunDirError.
+
+    A checkpoint could not tell: starts that failed before they saved one would be missing.
+    """
+    path = folder / STARTS_NAME
+    with writing(path):
+        with path.open("a") as stream:
+            stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        return len(path.read_text(errors="replace").splitlines())
 
 
 def write_config(config: RunConfig) -> None:

@@ -26,7 +26,8 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "webdataset", "numpy")
 
 @dataclass
 class Counters:
-    """Progress of a run. `tokens` counts rows x S, not times the passes; the cursors hold `skipped_documents` too.
+    """Progress of a run. `tokens` counts rows x S of its steps, not times the passes; the cursors hold
+    `skipped_documents` too.
 
     `validation_due` is true where a signal cut the validation of this step short.
     """
@@ -34,9 +35,16 @@ class Counters:
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    """Steps that changed nothing: their gradient was not finite, or they were spikes and those are skipped."""
     consecutive_skips: int = 0
     validation_due: bool = False
     skipped_documents: int = 0
+    first_skipped_cycle: int = 0
+    """Where the data of the skipped steps in a row begins, if there are any."""
+    spikes: int = 0
+    """Finite steps that stood out, skipped or not."""
+    rewinds: int = 0
+    """How often the run went back to a checkpoint."""
 
     def as_dict(self) -> dict[str, int]:
         """Plain values for a manifest; `Counters(**values)` reads them back."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fbt_megatron import activity
+from fbt_megatron.checkpoint.folder import list_checkpoints
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import Manifest
 from fbt_megatron.config.loader import format_config
@@ -30,6 +31,7 @@ from fbt_megatron.optim.lr_schedule import WSDSchedule, scheduled_weight_decay, 
 from fbt_megatron.optim.optimizer import StepSettings
 from fbt_megatron.parallel.collectives import (
     agree_on_errors,
+    agree_on_rank_zero,
     any_rank_true,
     gather_objects,
     max_across,
@@ -41,11 +43,21 @@ from fbt_megatron.training.console import Console
 from fbt_megatron.training.engine import StepResult, TrainEngine
 from fbt_megatron.training.forward_backward import StepLosses, forward_backward, forward_only
 from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, ValidationRecord
-from fbt_megatron.training.resilience import agreed_signal, check_skips
+from fbt_megatron.training.resilience import agreed_signal, goes_back, too_many_skips
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.shared_batches import share_batches
+from fbt_megatron.training.spikes import SpikeDetector
 from fbt_megatron.training.stop_signal import StopSignal
-from fbt_megatron.training.train_state import Counters, shards_of, software_versions
+from fbt_megatron.training.stragglers import StragglerWatch
+from fbt_megatron.training.train_state import Counters, load_tensors, shards_of, software_versions
+
+
+@dataclass(frozen=True)
+class Starts:
+    """How often this run was started, and how often its launcher says that it started the job again."""
+
+    starts: int
+    restarts: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,7 @@ class RunParts:
     samples: SampleLog
     console: Console
     pass_schedule: PassSchedule
+    starts: Starts
 
 
 class Trainer:
@@ -81,11 +94,15 @@ class Trainer:
         self.samples = parts.samples
         self.console = parts.console
         self.counters = counters
+        self.starts = parts.starts
         self.pass_schedule = parts.pass_schedule
         self.lr_schedule = WSDSchedule(config.lr_schedule, steps)
         self.noise = FeedbackNoise(seed, config.feedback.jitter, config.feedback.prefix_mixin)
+        self.spikes = SpikeDetector(config.resilience.spike_factor)
         self._saved_step = counters.step
         self._timer = StepTimer()
+        self._stragglers = StragglerWatch(topology, interval=config.logging.console_every, log=self.console.line)
+        self._next_cycle = 0
 
     @property
     def last_step(self) -> int:
@@ -103,6 +120,8 @@ class Trainer:
         if self.counters.step == 0 or self.counters.validation_due:
             self._saved_step = 0  # a checkpoint of this step says that its validation is due
             signal_number = self.validate(stop)
+        if not signal_number:
+            self._save_first()
         self._timer.lap()
         while signal_number == 0 and self.counters.step < self.last_step:
             self._raise_write_failure()
@@ -112,7 +131,9 @@ class Trainer:
             record = self.train_step()
             self.metrics.step(record)
             step = self.counters.step
-            check_skips(self.counters, self.config.resilience)
+            if goes_back(self.counters, self.config.resilience):
+                self._rewind()
+                continue
             if step % self.config.evaluation.every == 0 or step == self.config.train.steps:
                 signal_number = self.validate(stop)
             if step % self.config.checkpoint.every == 0:
@@ -146,14 +167,18 @@ class Trainer:
             z_loss=self.z_loss(step),
             noise=self.noise,
             topology=self.topology,
+            timed=self._stragglers.own_time.computing,
         )
+        means = self._mean_losses(losses, num_tokens)
         settings = self.step_settings(step, plan)
         activity.begin(f"step {step}, update")
-        result = self.engine.step(settings)
-        self._advance(step, result)
+        result, spikes = self._update(settings, means)
+        self._advance(step, result, batches, is_spike=bool(spikes))
         if self.loader is not None:
             self.samples.step(step, self.loader.last_documents)
-        return self._step_record(plan, losses, num_tokens, settings, result)
+        if result.skipped or spikes:
+            self._log_oddity(result, spikes)
+        return self._step_record(plan, means, settings, result, is_spike=bool(spikes))
 
     def step_settings(self, step: int, plan: PassPlan) -> StepSettings:
         """Learning rates and weight decays of a step; the decay follows the rate."""
@@ -229,6 +254,7 @@ class Trainer:
             "counters": self.counters.as_dict(),
             "optimizer": self.engine.optimizer.counters(),
             "data": merge_loader_states([cursor for cursor in cursors if cursor is not None]),
+            "spikes": self.spikes.state_dict(),
         }
         manifest = Manifest(self.counters.step, state, format_config(self.config), software_versions(), files={})
         self.metrics.flush()
@@ -236,6 +262,66 @@ class Trainer:
         self.checkpoints.save(manifest, shards_of(self.engine), started=started)
         self._saved_step = self.counters.step
         self._timer.lap()
+
+    def _save_first(self) -> None:
+        """Make sure that a run which may go back has a checkpoint to go back to before its first step."""
+        if not self.config.resilience.max_rewinds:
+            return
+        if not agree_on_rank_zero(lambda: list_checkpoints(self.checkpoints.folder)):
+            self._saved_step = -1
+            self.save()
+
+    def _rewind(self) -> None:
+        """Go back to the last checkpoint before the skipped steps in a row, and pass over what they read.
+
+        The checkpoint is written again, so that a later start knows of the rows as well; whatever ends the process
+        before that, the run comes here again. Raises NonFiniteError where there is no such checkpoint.
+        """
+        activity.begin(f"going back from step {self.counters.step} to a checkpoint")
+        counters, first, stop = self.counters, self.counters.first_skipped_cycle, self._next_cycle
+        before = counters.step - counters.consecutive_skips
+        found = self.checkpoints.find_newest(self.checkpoints.folder, last_step=before)
+        if found is None:
+            why = f"no checkpoint of step {before} or before is left to go back to"
+            raise too_many_skips(counters, self.config.resilience, why)
+        path, manifest = found
+        self.checkpoints.discard_after(manifest.step)
+        load_tensors(path, self.engine)
+        self.engine.optimizer.load_counters(manifest.state["optimizer"])
+        self.spikes.load_state_dict(manifest.state["spikes"])
+        if self.loader is not None:
+            self.loader.rewind(manifest.state["data"], pass_over=(first, stop))
+        restored = Counters(**manifest.state["counters"])
+        self.counters = replace(restored, rewinds=counters.rewinds + 1, validation_due=False)  # it was done since
+        agree_on_rank_zero(lambda: self.metrics.rewind(manifest.step))
+        self.samples.open(manifest.step)
+        streams = self.config.data.streams
+        self.console.line(
+            f"rewind {self.counters.rewinds} of at most {self.config.resilience.max_rewinds}: back to {path} after "
+            f"{counters.consecutive_skips} skipped steps in a row, up to step {counters.step}; rows {first * streams} "
+            f"to {stop * streams - 1} are passed over"
+        )
+        self._saved_step = -1
+        self.save()
+        if self.counters.step == 0:
+            self.validate()
+        self._timer.lap()
+
+    def _cycles(self, batches: list[TrainBatch]) -> tuple[int, int]:
+        """First cycle of the data of a step, and the one after its last."""
+        streams = self.config.data.streams
+        return int(batches[0].rows[0]) // streams, int(batches[-1].rows[-1]) // streams + 1
+
+    def _log_oddity(self, result: StepResult, spikes: list[str]) -> None:
+        """What stands out in a step, and in the log what it has read. All ranks call it."""
+        step = self.counters.step
+        if spikes:
+            self.console.line(f"step {step}: spike, {', '.join(spikes)}")
+        read = gather_objects({} if self.loader is None else self.loader.last_documents)
+        rows = sorted((row, keys) for part in read for row, keys in part.items())
+        kind = "skipped" if result.skipped else "spike"
+        documents = "; ".join(f"row {row}: {', '.join(keys)}" for row, keys in rows)
+        self.console.log(f"step {step} ({kind}) read {documents}")
 
     def _next_batches(self) -> tuple[list[TrainBatch], int]:
         """This replica's micro-batches of the next step, and the number of trained tokens of all replicas' together.
@@ -245,7 +331,8 @@ class Trainer:
         batches: list[TrainBatch] = []
         error: DataError | None = None
         try:
-            batches = [] if self.loader is None else self.loader.next_step()
+            with self._stragglers.own_time.reading():
+                batches = [] if self.loader is None else self.loader.next_step()
         except DataError as caught:
             error = caught
         skipped = (0, 0) if self.loader is None else self.loader.skipped
@@ -277,21 +364,49 @@ class Trainer:
     def _share(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         return share_batches(batches, self.config, self.topology)
 
-    def _advance(self, step: int, result: StepResult) -> None:
-        self.counters.step = step
-        self.counters.tokens += self._step_tokens
-        self.counters.skipped_steps += int(result.skipped)
-        self.counters.consecutive_skips = self.counters.consecutive_skips + 1 if result.skipped else 0
+    def _mean_losses(self, losses: StepLosses, num_tokens: int) -> tuple[list[float], list[float]]:
+        """Cross entropy and squared log-partition function of each pass, per trained token of the global batch."""
+        sums = sum_across(torch.stack([losses.cross_entropy, losses.z_sum]), group=self.topology.pg.dp)
+        cross_entropy, z_mean = (sums / num_tokens).tolist()
+        return cross_entropy, z_mean
+
+    def _update(self, settings: StepSettings, means: tuple[list[float], list[float]]) -> tuple[StepResult, list[str]]:
+        """Apply the gradients, unless they are not to be; with what of the step is a spike."""
+        policy = self.config.resilience.spikes
+        spikes: list[str] = []
+
+        def refuses(norm: float) -> bool:
+            spikes.extend(self.spikes.judge(means[0], norm, device=self.topology.device))
+            return bool(spikes) and policy == "skip"
+
+        return self.engine.step(settings, refuses=None if policy == "ignore" else refuses), spikes
+
+    def _advance(self, step: int, result: StepResult, batches: list[TrainBatch], *, is_spike: bool) -> None:
+        counters = self.counters
+        counters.step = step
+        counters.tokens += self._step_tokens
+        counters.skipped_steps += int(result.skipped)
+        counters.spikes += int(is_spike)
+        if result.skipped and not counters.consecutive_skips:
+            counters.first_skipped_cycle, _ = self._cycles(batches)
+        counters.consecutive_skips = counters.consecutive_skips + 1 if result.skipped else 0
+        self._next_cycle = self._cycles(batches)[1]
 
     @property
     def _step_tokens(self) -> int:
         return self.config.train.global_batch_size * self.config.model.seq_length
 
     def _step_record(
-        self, plan: PassPlan, losses: StepLosses, num_tokens: int, settings: StepSettings, result: StepResult
+        self,
+        plan: PassPlan,
+        means: tuple[list[float], list[float]],
+        settings: StepSettings,
+        result: StepResult,
+        *,
+        is_spike: bool,
     ) -> StepRecord:
-        sums = sum_across(torch.stack([losses.cross_entropy, losses.z_sum]), group=self.topology.pg.dp)
-        cross_entropy, z_mean = (sums / num_tokens).tolist()
+        cross_entropy, z_mean = means
+        times = self._stragglers.end_step()
         return StepRecord(
             step=self.counters.step,
             tokens=self.counters.tokens,
@@ -304,8 +419,17 @@ class Trainer:
             lr_adam=settings.lr_adam,
             weight_decay=settings.weight_decay_normuon,
             skipped_steps=self.counters.skipped_steps,
+            spikes=self.counters.spikes,
+            rewinds=self.counters.rewinds,
             epoch=self._epoch(),
             skipped_documents=self.counters.skipped_documents,
+            starts=self.starts.starts,
+            restarts=self.starts.restarts,
             step_seconds=self._timer.lap(),
             step_tokens=self._step_tokens,
+            data_seconds=times.data_seconds,
+            slowest_rank=times.slowest_rank,
+            slowest_rank_ratio=times.slowest_rank_ratio,
+            skipped=result.skipped,
+            spike=is_spike,
         )

@@ -16,7 +16,15 @@ import yaml
 
 ROOT = Path(__file__).parent.parent.parent
 
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = (
+    "step_seconds",
+    "tokens_per_second",
+    "data_seconds",
+    "slowest_rank",
+    "slowest_rank_ratio",
+    "starts",
+    "restarts",
+)
 
 TINY: dict[str, Any] = {
     "model": {
@@ -112,7 +120,7 @@ def pretrain_and_signal(config: Path, run_dir: Path, *overrides: str, when: str,
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines of `metrics.jsonl` without the times; strict JSON."""
+    """All lines of `metrics.jsonl` without what depends on the machine and on how often it started; strict JSON."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line, parse_constant=_refuse) for line in lines]
     return [{key: value for key, value in record.items() if key not in TIMES} for record in parsed]

@@ -46,7 +46,16 @@ def test_metrics_of_a_step_and_of_a_validation(straight: tuple[Path, Outcome]) -
         losses = [f"loss_pass_{k}" for k in range(1, record["passes"] + 1)]
         start, end = (
             ["step", "tokens", "passes", "loss"],
-            ["lr_normuon", "lr_adam", "weight_decay", "skipped_steps", "epoch", "skipped_documents"],
+            [
+                "lr_normuon",
+                "lr_adam",
+                "weight_decay",
+                "skipped_steps",
+                "spikes",
+                "rewinds",
+                "epoch",
+                "skipped_documents",
+            ],
         )
         assert list(record) == [*start, *losses, "z_loss", "grad_norm", *end]
         assert record["tokens"] == record["step"] * 8 * 64

@@ -50,6 +50,7 @@ def two_rank_cases(rank: int) -> bytes:
         results["mean", *combination] = split_gradient(data_parallel, *combination)
         for bad in ("inf", "nan"):
             results[bad, *combination] = skip_second_step(data_parallel, *combination, bad=float(bad))
+        results["refused", *combination] = skip_second_step(data_parallel, *combination, bad=200.0, largest_norm=10.0)
         results["fine", *combination] = fine_gradient(data_parallel, *combination)
         results["missing", *combination] = missing_on_rank_one(data_parallel, *combination)
     results["empty group"] = empty_group_on_rank_one(data_parallel)
@@ -80,20 +81,31 @@ def fine_gradient(topology: ParallelTopology, zero_stage: int, precision: str) -
     return momentum_of(engine)
 
 
-def skip_second_step(topology: ParallelTopology, zero_stage: int, precision: str, *, bad: float) -> dict:
-    """Three steps of gradient 1; in the second, one entry on rank 1 alone is not finite."""
+def skip_second_step(
+    topology: ParallelTopology, zero_stage: int, precision: str, *, bad: float, largest_norm: float | None = None
+) -> dict:
+    """Three steps of gradient 1; in the second, one entry on rank 1 alone is `bad`.
+
+    With `largest_norm`, steps of a larger norm are refused; `asked` then has all norms.
+    """
     engine = bag_engine(topology, zero_stage, precision, momentum=0.9)
-    results, momenta, weights, counters = [], [], [], []
+    results, momenta, weights, counters, asked = [], [], [], [], []
+
+    def refuses(norm: float) -> bool:
+        asked.append(norm)
+        return norm > largest_norm
+
     for step in (1, 2, 3):
         gradient = torch.ones(2, 2)
         if step == 2 and topology.dp_rank == 1:
             gradient[0, 1] = bad
         engine.module.send(matrix=gradient, vector=torch.ones(2))
-        results.append(engine.step(settings(uses_feedback=False)))
+        options = {} if largest_norm is None else {"refuses": refuses}
+        results.append(engine.step(settings(uses_feedback=False), **options))
         momenta.append(momentum_of(engine))
         weights.append([*weights_of(engine).values(), *(master.clone() for _, master in engine.master_fragments())])
         counters.append(engine.optimizer.counters()["adam"])
-    return {"results": results, "momenta": momenta, "weights": weights, "counters": counters}
+    return {"results": results, "momenta": momenta, "weights": weights, "counters": counters, "asked": asked}
 
 
 def missing_on_rank_one(topology: ParallelTopology, zero_stage: int, precision: str) -> str:
@@ -169,12 +181,14 @@ def test_mean_over_ranks_keeps_fp32(two_ranks, zero_stage, precision):
 
 
 @EACH_COMBINATION
-@pytest.mark.parametrize("bad", ["inf", "nan"])
-def test_gradient_that_is_not_finite_on_one_rank_skips_on_all(two_ranks, zero_stage, precision, bad):
+@pytest.mark.parametrize("bad", ["inf", "nan", "refused"])
+def test_gradient_that_is_bad_on_one_rank_skips_on_all(two_ranks, zero_stage, precision, bad):
     for rank in two_ranks:
         outcome = rank[bad, zero_stage, precision]
         assert [result.skipped for result in outcome["results"]] == [False, True, False]
-        assert outcome["results"][1].grad_norm is None
+        norm = None if bad != "refused" else pytest.approx(math.sqrt(5 + (201 / 2) ** 2))  # ranks have 1 and 200
+        assert outcome["results"][1].grad_norm == norm
+        assert outcome["asked"] == ([] if bad != "refused" else [result.grad_norm for result in outcome["results"]])
         assert outcome["results"][2].grad_norm == pytest.approx(math.sqrt(6))
         for momentum, expected in zip(outcome["momenta"], (0.1, 0.1, 0.19), strict=True):
             torch.testing.assert_close(momentum, torch.full_like(momentum, expected), rtol=1e-6, atol=0)

@@ -27,12 +27,19 @@ STEP = StepRecord(
     lr_adam=0.0005,
     weight_decay=0.01,
     skipped_steps=0,
+    spikes=2,
+    rewinds=1,
     epoch=3,
     skipped_documents=4,
+    starts=5,
+    restarts=4,
     step_seconds=2.0,
     step_tokens=4096,
+    data_seconds=0.5,
+    slowest_rank=7,
+    slowest_rank_ratio=1.25,
 )
-SKIPPED = replace(STEP, grad_norm=None, skipped_steps=1, loss=math.inf, losses=(math.nan, math.inf))
+SKIPPED = replace(STEP, grad_norm=None, skipped_steps=1, skipped=True, loss=math.inf, losses=(math.nan, math.inf))
 VALIDATION = ValidationRecord(
     step=2, tokens=8192, losses=(3.0, 2.5, 2.25), bits_per_byte=(4.0, 3.5, 3.25), hidden_deltas=(0.5, 0.125)
 )
@@ -83,10 +90,17 @@ def test_a_step(tmp_path: Path) -> None:
         "lr_adam": 0.0005,
         "weight_decay": 0.01,
         "skipped_steps": 0,
+        "spikes": 2,
+        "rewinds": 1,
         "epoch": 3,
         "skipped_documents": 4,
+        "starts": 5,
+        "restarts": 4,
         "step_seconds": 2.0,
         "tokens_per_second": 2048.0,
+        "data_seconds": 0.5,
+        "slowest_rank": 7,
+        "slowest_rank_ratio": 1.25,
     }
     assert list(line.items()) == list(expected.items())
 
@@ -128,6 +142,13 @@ def test_a_line_is_in_the_file_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     log.metrics.step(STEP)
     assert len(log.read()) == 1
     log.metrics.close()
+
+
+def test_a_single_rank_has_no_slowest(tmp_path: Path) -> None:
+    alone = replace(STEP, slowest_rank=None, slowest_rank_ratio=None)
+    (line,) = Log(tmp_path, tensorboard=True).write(alone)
+    assert line["slowest_rank"] is None
+    assert "train/slowest_rank" not in _events(tmp_path).Tags()["scalars"]
 
 
 def _steps(*numbers: int) -> list[StepRecord]:
@@ -192,6 +213,18 @@ def test_tensorboard_after_a_resume(tmp_path: Path) -> None:
     assert found == [(1, 6.0), (2, 6.0), (3, 4.0)]
 
 
+def test_a_rewind_in_the_same_process(tmp_path: Path) -> None:
+    """As after a resume: what was logged after the step is gone from both files."""
+    log = Log(tmp_path, tensorboard=True)
+    for record in [*_steps(1, 2), replace(STEP, step=3, loss=9.0)]:
+        log.metrics.step(record)
+    log.metrics.rewind(2)
+    lines = log.write(replace(STEP, step=3, loss=4.0))
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 6.0), (2, 6.0), (3, 4.0)]
+    found = [(event.step, event.value) for event in _events(tmp_path).Scalars("train/loss")]
+    assert found == [(1, 6.0), (2, 6.0), (3, 4.0)]
+
+
 def test_no_tensorboard(tmp_path: Path) -> None:
     Log(tmp_path).write(STEP)
     assert not (tmp_path / "tensorboard").exists()
@@ -212,6 +245,12 @@ def test_the_console_line_of_a_skipped_step(tmp_path: Path, capsys: pytest.Captu
         "step 13/100 | loss inf (pass 1 nan, pass 2 inf) | SKIPPED, gradient not finite | lr 1.00e-02 5.00e-04 | "
         "2.05k tok/s | eta 2m54s | skipped 1\n"
     )
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_the_console_line_of_a_spike(tmp_path: Path, capsys: pytest.CaptureFixture[str], skipped: bool) -> None:
+    Log(tmp_path).write(replace(STEP, step=13, spike=True, skipped=skipped))
+    assert f"| grad 0.500, SPIKE{', SKIPPED' if skipped else ''} | lr" in capsys.readouterr().out
 
 
 def test_the_console_line_of_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fbt_megatron.config.schema import ResilienceConfig
 from fbt_megatron.errors import NonFiniteError
-from fbt_megatron.training.resilience import agreed_signal, check_skips
+from fbt_megatron.training.resilience import agreed_signal, goes_back
 from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.train_state import Counters
 from tests.distributed import run_distributed
@@ -38,7 +38,15 @@ def test_ranks_agree_on_a_signal_that_one_received() -> None:
 
 def test_skipped_steps_in_a_row() -> None:
     limit = ResilienceConfig(max_consecutive_skips=3)
-    check_skips(Counters(step=9, skipped_steps=7, consecutive_skips=2), limit)
+    assert not goes_back(Counters(step=9, skipped_steps=7, consecutive_skips=2), limit)
     with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 9 .*max_consecutive_skips=3") as caught:
-        check_skips(Counters(step=9, skipped_steps=3, consecutive_skips=3), limit)
+        goes_back(Counters(step=9, skipped_steps=3, consecutive_skips=3), limit)
+    assert "spike" not in str(caught.value)
     assert caught.value.exit_status == 5
+
+
+def test_rewinds_are_bounded() -> None:
+    limit = ResilienceConfig(max_consecutive_skips=3, max_rewinds=2, spikes="skip")
+    assert goes_back(Counters(step=9, consecutive_skips=3, rewinds=1), limit)
+    with pytest.raises(NonFiniteError, match=r"or a spike .*spike_factor=6\) in 3 steps.*max_rewinds=2"):
+        goes_back(Counters(step=9, consecutive_skips=3, rewinds=2), limit)

@@ -56,6 +56,7 @@ def tiny_run(
     micro_batch_size: int = 2,
     zero_stage: int = 1,
     precision: str = "fp32",
+    pipeline: int = 1,
     max_consecutive_skips: int = 10,
     **feedback: Any,
 ) -> RunConfig:
@@ -64,7 +65,7 @@ def tiny_run(
         model=MODEL,
         feedback=FeedbackConfig(schedule=(SchedulePhase(1.0, mix or {1: 1.0}),), **feedback),
         lr_schedule=LRScheduleConfig(warmup_steps=4),
-        parallel=ParallelConfig(zero_stage=zero_stage, precision=precision),
+        parallel=ParallelConfig(zero_stage=zero_stage, precision=precision, pipeline=pipeline),
         data=DataConfig(train=str(data), streams=4),
         train=TrainConfig(
             steps=steps, global_batch_size=GLOBAL_BATCH, micro_batch_size=micro_batch_size, run_dir=str(folder)
