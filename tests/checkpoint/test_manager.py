@@ -66,6 +66,25 @@ def test_no_checkpoints(process_group: None, tmp_path: Path) -> None:
     assert Run(tmp_path / "other").manager.find_newest(tmp_path / "nowhere") is None
 
 
+def test_going_back_to_a_step(run: Run) -> None:
+    """The newest undamaged checkpoint up to a step; what is later is removed, a save in the background included."""
+
+    def newest_up_to(last_step: int) -> int | None:
+        found = run.manager.find_newest(run.folder, last_step=last_step)
+        return None if found is None else found[1].step
+
+    run.begin_save(30)
+    assert [newest_up_to(step) for step in (9, 10, 29, 30, 99)] == [None, 10, 20, 30, 30]
+    (run.folder / "step_00000030" / FILES[0]).unlink()
+    assert newest_up_to(39) == 20
+    run.begin_save(40)
+    run.manager.discard_after(20)
+    assert run.names() == {"latest", "step_00000020"}
+    assert run.newest() == 20
+    run.save(20)
+    assert (run.folder / "latest").read_text() == "step_00000020\n"
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_newest_checkpoint_is_passed_over(run: Run, name: str, damage: str) -> None:

@@ -63,6 +63,13 @@ def test_the_base_of_these_tests_is_valid():
         ({"parallel__zero_stage": 0}, "parallel.zero_stage=0 with precision=bf16: refused"),
         ({"parallel__zero_stage": 2}, "parallel.zero_stage=2: must be 0 or 1. Stages 2 and 3 cut gradients up while"),
         ({"model__num_layers": 0}, "model.num_layers=0: must be greater than 0."),
+        ({"resilience__max_rewinds": -1}, "resilience.max_rewinds=-1: must not be negative."),
+        ({"resilience__spike_factor": 0.0}, "resilience.spike_factor=0.0: must be greater than 0."),
+        ({"resilience__max_rewinds": 1, "checkpoint__keep": 1}, "Keep 2, save less often, or allow fewer skips."),
+        (
+            {"resilience__max_rewinds": 1, "checkpoint__every": 3},  # keep 3: saves at steps 3, 6 and 9 of 10
+            "checkpoint.keep=3: with every=3 there may be 3 checkpoints from within the resilience.max_consecutive_s",
+        ),
     ],
 )
 def test_each_broken_rule_is_one_problem(changes, expected):
@@ -85,6 +92,8 @@ def test_each_broken_rule_is_one_problem(changes, expected):
         {"parallel__tensor": 2, "parallel__pipeline": 2, "parallel__recompute": "full"},
         {"parallel__pipeline": 2, "parallel__pipeline_layers": (1, 3)},
         {"parallel__recompute": "selective"},
+        {"resilience__max_rewinds": 1, "checkpoint__every": 5},
+        {"resilience__max_rewinds": 1, "resilience__max_consecutive_skips": 1, "checkpoint__keep": 1},
         {"parallel__recompute": "full"},
     ],
 )

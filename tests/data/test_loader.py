@@ -221,6 +221,29 @@ def test_resume_repeats_everything_in_a_batch(tmp_path: Path) -> None:
     assert straight.epoch > 1
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cycles_that_are_passed_over(uneven: Path, workers: int) -> None:
+    """The others have the rows that they have without it, two cycles to a step; so has a loader that goes on."""
+    config = run_config(uneven, streams=4, global_batch_size=8, workers=workers)
+    plain = rows_by_number(read_steps(build_train_loader(config, dp_rank=0, dp_size=1), 8))
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    read_steps(loader, 1)
+    state = merge_loader_states([loader.state_dict()])
+    read_steps(loader, 3)
+    loader.rewind(state, pass_over=(4, 7))  # an odd number, as after a change of the batch size
+    found = rows_by_number(read_steps(loader, 2))
+    state = merge_loader_states([loader.state_dict()])
+    loader.close()
+    assert list(found) == [*range(8, 16), *range(28, 36)]
+    assert (state["cycle"], state["passed_over"]) == (9, [[4, 7]])
+    resumed = build_train_loader(config, dp_rank=0, dp_size=1, state=state)
+    found |= rows_by_number(read_steps(resumed, 1))
+    assert resumed.state_dict()["passed_over"] == [[4, 7]]
+    resumed.close()
+    assert found == {number: plain[number] for number in found}
+    assert max(found) == 43
+
+
 def test_the_state_is_that_of_the_batches_handed_out(uneven: Path) -> None:
     """Readers that run ahead do not move it."""
     states = []

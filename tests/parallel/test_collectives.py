@@ -16,6 +16,7 @@ from fbt_megatron.parallel.collectives import (
     agree_on_rank_zero,
     any_rank_true,
     broadcast_object,
+    gather_across,
     gather_objects,
     max_across,
     raise_together,
@@ -59,6 +60,7 @@ def _on_each_rank(rank: int) -> dict[str, Any]:
     return {
         "sum": sum_across(values).tolist(),
         "max": max_across(values).tolist(),
+        "all": gather_across(values).tolist(),
         "input": values.tolist(),
         "any": [any_rank_true(flag, device=cpu) for flag in (False, rank == 1, True)],
         "gather": gather_objects({"rank": rank}),
@@ -87,6 +89,7 @@ def test_reductions_leave_their_input(ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(ranks):
         assert found["sum"] == [3.0, -1.0]
         assert found["max"] == [2.0, 0.0]
+        assert found["all"] == [[1.0, 0.0], [2.0, -1.0]]
         assert found["input"] == [1.0 + rank, -float(rank)]
         assert found["any"] == [False, True, True]
 

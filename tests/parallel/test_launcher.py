@@ -12,7 +12,15 @@ import pytest
 
 import pretrain_fbt
 from fbt_megatron.errors import TopologyError
-from fbt_megatron.parallel.launcher import ALONE, Launch, ephemeral_ports, find_launch, first_host, job_port
+from fbt_megatron.parallel.launcher import (
+    ALONE,
+    Launch,
+    count_restarts,
+    ephemeral_ports,
+    find_launch,
+    first_host,
+    job_port,
+)
 from fbt_megatron.parallel.topology import init_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +59,15 @@ def test_tasks_of_srun():
     assert launch.address == "n08"
     assert find_launch(without(SRUN, "SLURM_STEP_NODELIST")).address == "n01"
     assert find_launch(without(SRUN, "SLURM_STEP_ID")).rank == 5  # the node list of the step marks it, too
+
+
+def test_restarts_by_the_launcher():
+    assert count_restarts(SRUN) == 0
+    assert count_restarts(SRUN | {"SLURM_RESTART_COUNT": "3"}) == 3
+    assert count_restarts(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
+    assert count_restarts({"SLURM_RESTART_COUNT": "3", "TORCHELASTIC_RESTART_COUNT": "2"}) == 5
+    with pytest.raises(TopologyError, match="SLURM_RESTART_COUNT='many': must be a whole number"):
+        count_restarts({"SLURM_RESTART_COUNT": "many"})
 
 
 def test_a_chosen_meeting_point_is_kept():

@@ -33,6 +33,7 @@ from fbt_megatron.training.train_state import shards_of
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.cases import Part, assemble, held_parts
+from tests.pretrain.runs import TIMES
 from tests.training.tiny_run import read_records, state_of, tiny_run, write_data
 from tests.training.toy import COMBINATIONS
 
@@ -70,8 +71,7 @@ def train(
         trainer.train(StopSignal())
         state = state_of(trainer)
     records = read_records(Path(config.train.run_dir))
-    times = ("step_seconds", "tokens_per_second")
-    return [{key: value for key, value in record.items() if key not in times} for record in records], state
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records], state
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

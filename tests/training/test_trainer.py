@@ -175,6 +175,27 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     ]
 
 
+def test_starts_are_counted(
+    topology: ParallelTopology,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of the run, also one that fails before it trains, beside what the launcher says."""
+    config = tiny_run(tmp_path, data, steps=2)
+    with open_trainer(config, topology, allowed_changes=[]):
+        pass
+    assert "start 1 of this run" not in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    records = train(config, topology)
+    assert [(record["starts"], record["restarts"]) for record in records] == [(2, 3)] * 2
+    assert "start 2 of this run, restart 3 by the launcher" in capsys.readouterr().out
+    first, second = (tmp_path / "starts.txt").read_text().splitlines()
+    assert first.endswith("restart 0 by the launcher")
+    assert "step 0 on " in second
+
+
 # Two ranks
 
 
