@@ -135,7 +135,7 @@ class Cluster:
         """Wait until every node answers and has nothing to do."""
         deadline = time.monotonic() + seconds
         while True:
-            states = self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
+            states = self.run("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T", check=False).split()
             if states == ["idle"] * len(self.names):
                 return
             assert time.monotonic() < deadline, f"nodes are {states}\n{self._logs()}"
@@ -273,15 +273,19 @@ class Cluster:
             KillWait=5
             MinJobAge=3600
             SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-            PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU=100 State=UP
+            PreemptType=preempt/partition_prio
+            PreemptMode=REQUEUE
             """
+        partition = "Nodes=ALL MaxTime=INFINITE DefMemPerCPU=100 State=UP"
         lines = [line.strip() for line in settings.splitlines()]
         for number, name in enumerate(self.names, start=1):
             place = f"NodeHostname={name} NodeAddr={self._net}.{10 + number}"
             if not self.namespaces:
                 place = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port + number}"
             shape = "CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN"
-            lines.insert(-1, f"NodeName={name} {place} {shape}")
+            lines.append(f"NodeName={name} {place} {shape}")
+        lines.append(f"PartitionName=debug {partition} Default=YES PriorityTier=1 GraceTime=60")
+        lines.append(f"PartitionName=urgent {partition} PriorityTier=9")
         return "\n".join(lines) + "\n"
 
     def _logs(self) -> str:

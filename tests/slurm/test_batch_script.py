@@ -235,6 +235,12 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(tmp_path, slurm):
         assert f"not requeued, because the job is {state or 'gone'}" in job.output
 
 
+def test_a_preempted_job_is_requeued(tmp_path, slurm):
+    job = slurm.run(script_in(tmp_path), step="exit 143", PREEMPTED="2026-11-29T12:00:00")
+    assert job.requeued == ["4711"]
+    assert "preempted; requeued" in job.output
+
+
 def test_the_signal_is_handed_on_once_and_requeues_once(tmp_path, slurm):
     job = slurm.start(script_in(tmp_path), step=LISTEN.replace("exit 138", "sleep 0.5; exit 138"))
     slurm.wait_for_file("ready")

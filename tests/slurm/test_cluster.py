@@ -2,97 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from fbt_megatron.parallel.launcher import first_host
-from tests.pretrain.runs import ROOT, pretrain, steps
+from tests.pretrain.runs import pretrain, steps
 from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import submit
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3000)]
 
 COMPARED = ("step", "tokens", "passes", "loss", "grad_norm", "lr_normuon")
-
-
-@dataclass
-class Submitted:
-    """A job of the tool."""
-
-    cluster: Cluster
-    job_id: str
-    run_dir: Path
-    log: Path
-
-    def wait(self, *states: str, seconds: float = 900.0) -> dict[str, str]:
-        """Wait until the job is in one of the states."""
-        return self.cluster.wait_for(self.job_id, *states, log=self.log, seconds=seconds)
-
-    def wait_for_line(self, text: str, *, count: int = 1, seconds: float = 900.0) -> None:
-        """Wait until the log has so many lines that contain a text."""
-        deadline = time.monotonic() + seconds
-        while sum(text in line for line in self._lines()) < count:
-            self.cluster.release(self.job_id)
-            assert time.monotonic() < deadline, f"no {text!r} in\n" + "\n".join(self._lines()[-80:])
-            time.sleep(0.1)
-
-    def wait_for_steps(self, count: int) -> None:
-        """Wait until so many more steps of the run have been trained."""
-        self.wait_for_line("| loss ", count=self.count("| loss ") + count)
-
-    def rank(self, number: int) -> int:
-        """Process of a rank, as this host numbers it."""
-        job = {"SLURM_JOB_ID": self.job_id, "SLURM_CONF": self.cluster.environment["SLURM_CONF"]}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_text().split("\0")
-                entries = (folder / "environ").read_text().split("\0")
-            except (OSError, UnicodeDecodeError):
-                continue  # gone meanwhile, or another user's
-            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            is_training = words[0] == sys.executable and "--config" in words and "-P" not in words
-            rank = environment.get("RANK", environment.get("SLURM_PROCID"))
-            if is_training and rank == str(number) and job.items() <= environment.items():
-                return int(folder.name)
-        raise AssertionError(f"no process of rank {number}")
-
-    def _lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-    def count(self, text: str) -> int:
-        """Lines of the log that contain a text."""
-        return sum(text in line for line in self._lines())
-
-
-def submit(cluster: Cluster, folder: Path, config: Path, *overrides: str, launcher: str, **job: Any) -> list[Submitted]:
-    """Submit the tiny configuration; one entry per task of an array."""
-    namespaces = cluster.namespaces
-    launch = {
-        "job": {"nodes": 2, "gpus_per_node": 0, "processes_per_node": 2, "cpus_per_process": 1, "time": 60} | job,
-        "environment": {
-            "python": sys.executable,
-            # Without namespaces the names of nodes do not resolve, and all of them are this host.
-            "variables": {"OMP_NUM_THREADS": 1} | ({} if namespaces else {"MASTER_ADDR": "127.0.0.1"}),
-        },
-        "training": {"config": str(config), "launcher": launcher, "overrides": list(overrides)},
-        "restarts": {"signal_seconds": 10, "max_crashes": 2},
-    }
-    path = folder / "launch.yaml"
-    path.write_text(yaml.safe_dump(launch))
-    shown = cluster.run(sys.executable, ROOT / "tools" / "launch_slurm.py", path, "--json", cwd=folder)
-    found = json.loads(shown)
-    numbers = [log.rpartition("_")[2].removesuffix(".log") for log in found["logs"]]
-    ids = [f"{found['job_id']}_{number}" for number in numbers] if "array" in job else [found["job_id"]]
-    runs = zip(ids, found["run_dirs"], found["logs"], strict=True)
-    return [Submitted(cluster, job_id, folder / run_dir, Path(log)) for job_id, run_dir, log in runs]
 
 
 def compared(run_dir: Path) -> list[list[Any]]:
@@ -199,19 +122,3 @@ def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) ->
     runs = [compared(job.run_dir) for job in jobs]
     assert [len(run) for run in runs] == [20, 20]
     assert runs[0] != runs[1]
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "hosts"),
-    [
-        ("gpuA,gpuB[001,003],gpuC", ["gpuA", "gpuB001", "gpuB003", "gpuC"]),
-        ("tux[1,2]", ["tux1", "tux2"]),
-        ("n[08-10]", ["n08", "n09", "n10"]),
-        ("c-ab-i[810-811]", ["c-ab-i810", "c-ab-i811"]),
-        ("red,blue", ["red", "blue"]),
-        ("x1", ["x1"]),
-    ],
-)
-def test_node_lists_as_the_script_and_the_launcher_read_them(cluster: Cluster, nodelist: str, hosts: list[str]) -> None:
-    assert cluster.run("scontrol", "show", "hostnames", nodelist).split() == hosts
-    assert first_host(nodelist) == hosts[0]
