@@ -68,10 +68,13 @@ requeue() {
     local state owner= count=0 crashed=0
     case $status in 138 | 143) ;; *) crashed=1 ;; esac
     state=$(squeue --noheader --jobs="$job" --format=%T)
-    if [ "$state" != RUNNING ]; then
-        say "$1; not requeued, because the job is ${state:-gone}"
-        exit "$status"
-    fi
+    case $state in
+        RUNNING | SIGNALING | SUSPENDED | RESIZING) ;; # SIGNALING: the signal has only just come
+        *)
+            say "$1; not requeued, because the job is ${state:-gone}"
+            exit "$status"
+            ;;
+    esac
     [ ! -r "$run_dir/slurm_restarts" ] || read -r owner count <"$run_dir/slurm_restarts"
     if [ "$owner" != "$job" ] || [ "$(newest_checkpoint)" != "$checkpoint_at_start" ]; then count=0; fi
     if [ "$crashed" = 1 ] || [ "$(newest_checkpoint)" = "$checkpoint_at_start" ]; then count=$((count + 1)); fi

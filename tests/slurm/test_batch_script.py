@@ -235,6 +235,10 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(tmp_path, slurm):
         assert f"not requeued, because the job is {state or 'gone'}" in job.output
 
 
+def test_a_job_that_has_just_been_signalled_is_requeued(tmp_path, slurm):
+    assert slurm.run(script_in(tmp_path), step="exit 138", STATE="SIGNALING").requeued == ["4711"]
+
+
 def test_a_preempted_job_is_requeued(tmp_path, slurm):
     job = slurm.run(script_in(tmp_path), step="exit 143", PREEMPTED="2026-11-29T12:00:00")
     assert job.requeued == ["4711"]
