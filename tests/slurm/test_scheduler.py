@@ -91,6 +91,21 @@ def test_the_time_limit_of_the_scheduler(cluster: Cluster, tmp_path: Path, progr
     assert job.count("the time limit is near") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node1", "node2"])
+def test_a_lost_node_brings_the_job_back(cluster: Cluster, tmp_path: Path, program: str, lost: str) -> None:
+    """The first node takes the script with it."""
+    if not cluster.namespaces:
+        pytest.skip("only root can take a node's power away: it needs namespaces")
+    [job] = start(cluster, tmp_path, program)
+    job.wait_for_line("waiting", count=4)
+    cluster.lose_node(lost)
+    job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
+    cluster.start_node(lost)
+    assert job.wait("COMPLETED")["Restarts"] == "1"
+    assert job.count("training has ended") == 1
+
+
 @pytest.mark.parametrize(
     ("nodelist", "hosts"),
     [
