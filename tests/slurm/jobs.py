@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,9 @@ class Submitted:
 
     def rank(self, number: int) -> int:
         """Process of a rank, as this host numbers it."""
-        job = {"SLURM_JOB_ID": self.job_id, "SLURM_CONF": self.cluster.environment["SLURM_CONF"]}
+        names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID") if "_" in self.job_id else ("SLURM_JOB_ID",)
+        job = dict(zip(names, self.job_id.split("_"), strict=True))
+        job["SLURM_CONF"] = self.cluster.environment["SLURM_CONF"]
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 words = (folder / "cmdline").read_text().split("\0")
@@ -54,6 +60,17 @@ class Submitted:
             if is_training and rank == str(number) and job.items() <= environment.items():
                 return int(folder.name)
         raise AssertionError(f"no process of rank {number}")
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Training waits for rank 0 meanwhile."""
+        process = self.rank(0)
+        os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
 
     def _lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []

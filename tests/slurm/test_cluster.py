@@ -12,15 +12,17 @@ import pytest
 from tests.pretrain.runs import pretrain, steps
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import submit
+from tests.training.samples import Sample, read_samples_log
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3000)]
 
+Compared = tuple[list[list[Any]], list[Sample]]
 COMPARED = ("step", "tokens", "passes", "loss", "grad_norm", "lr_normuon")
 
 
-def compared(run_dir: Path) -> list[list[Any]]:
-    """What must not depend on how often a run was interrupted."""
-    return [[record[key] for key in COMPARED] for record in steps(run_dir)]
+def compared(run_dir: Path) -> Compared:
+    """What must not depend on how often a run was interrupted: metrics and samples of every step."""
+    return [[record[key] for key in COMPARED] for record in steps(run_dir)], read_samples_log(run_dir)
 
 
 def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path: Path) -> None:
@@ -28,7 +30,9 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     overrides = ["train.run_dir=run", "train.steps=30", "evaluation.every=30"]
     [job] = submit(cluster, tmp_path, config, *overrides, launcher="srun", processes_per_node=1)
     job.wait_for_steps(2)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    with job.standing_still():
+        cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+        job.wait_for_line("the time limit is near")
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "1"
     assert [record["step"] for record in steps(job.run_dir)] == list(range(1, 31))
@@ -37,22 +41,25 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     assert "resumed from" in job.log.read_text()
 
 
-FOUR = ("train.steps=50", "evaluation.every=50", "checkpoint.every=10")
+FOUR = ("train.steps=50", "evaluation.every=50", "checkpoint.every=10", "logging.samples=true")
 """What the runs on four processes have in common."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """The same four processes, started once on this host."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     pretrain(config, run_dir, *FOUR, processes=4, timeout=900.0).check()
-    return compared(run_dir)
+    metrics, samples = compared(run_dir)
+    assert len(metrics) == 50
+    assert len(samples) == 50 * 8
+    return metrics, samples
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_time_limit_and_a_lost_node_change_nothing(
-    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: list[list[Any]], launcher: str
+    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
 ) -> None:
     if not cluster.namespaces:
         pytest.skip("only root can take a node's power away: it needs namespaces")
@@ -60,12 +67,10 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
 
     # The time limit itself: training stands still until SLURM's own signal has come.
     job.wait_for_steps(2)
-    rank = job.rank(0)
-    os.kill(rank, signal.SIGSTOP)
-    hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
-    cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
-    job.wait_for_line("the time limit is near")
-    os.kill(rank, signal.SIGCONT)
+    with job.standing_still():
+        hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
+        cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+        job.wait_for_line("the time limit is near")
     job.wait_for_line("stopped with a checkpoint before the time limit; requeued (0 of 2")
     job.wait("PENDING", "CONFIGURING")
     cluster.run("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=60")
@@ -73,9 +78,9 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
     # A power cut at the second node; the other one stands still, so that training cannot end before it is noticed.
     job.wait_for_line("start 2 on")
     job.wait_for_steps(2)
-    os.kill(job.rank(0), signal.SIGSTOP)
-    cluster.lose_node("node2")
-    job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
+    with job.standing_still():
+        cluster.lose_node("node2")
+        job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
     cluster.start_node("node2")
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "2"
@@ -91,7 +96,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_crash_is_followed_by_another_start(
-    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: list[list[Any]], launcher: str
+    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
 ) -> None:
     [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
     job.wait_for_steps(12)
@@ -117,8 +122,10 @@ def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) ->
     overrides = ["train.run_dir=run-{array}", "train.seed={array}", "train.steps=20"]
     jobs = submit(cluster, tmp_path, config, *overrides, launcher="torchrun", processes_per_node=1, array="1-2")
     jobs[1].wait_for_steps(2)
-    cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
+    with jobs[1].standing_still():
+        cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
+        jobs[1].wait_for_line("the time limit is near")
     assert [job.wait("COMPLETED")["Restarts"] for job in jobs] == ["0", "1"]
     runs = [compared(job.run_dir) for job in jobs]
-    assert [len(run) for run in runs] == [20, 20]
-    assert runs[0] != runs[1]
+    assert [len(metrics) for metrics, _ in runs] == [20, 20]
+    assert runs[0][0] != runs[1][0]
