@@ -122,6 +122,19 @@ def test_a_port_that_something_listens_on_is_not_taken(tmp_path, slurm):
         assert int(slurm.noted_environment()["MASTER_PORT"]) != port
 
 
+def test_a_port_whose_lock_belongs_to_someone_else_is_not_taken(tmp_path, slurm):
+    slurm.run(script_in(tmp_path), SLURM_JOB_ID=2003)
+    port = int(slurm.noted_environment()["MASTER_PORT"])
+    lock = Path(f"/tmp/fbt_port_{port}.lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened for writing, not even by root
+    try:
+        assert slurm.run(script_in(tmp_path), SLURM_JOB_ID=2003).status == 0
+    finally:
+        lock.rmdir()
+    assert int(slurm.noted_environment()["MASTER_PORT"]) != port
+
+
 def test_variables_are_literal_and_win(tmp_path, slurm):
     variables = {"NOTE": 'it\'s "$HOME" `id`; a', "OMP_NUM_THREADS": 1, "MASTER_ADDR": "node7-ib"}
     slurm.run(script_in(tmp_path, environment={"variables": variables}))
