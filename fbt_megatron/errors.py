@@ -81,6 +81,6 @@ class HangError(FBTError):
 
 
 class PeerError(FBTError):
-    """Another rank has failed on its own, or is gone."""
+    """Another rank has failed on its own, is gone, or never came."""
 
     exit_status = 7

@@ -65,15 +65,19 @@ tell_step() {
 
 # $1: why. A start that leaves no new checkpoint counts, as does one that crashed; too many in a row end the job.
 requeue() {
-    local state owner= count=0
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
-    if [ "$state" != RUNNING ]; then
-        say "$1; not requeued, because the job is ${state:-gone}"
-        exit "$status"
-    fi
+    local state owner= count=0 crashed=0
+    case $status in 138 | 143) ;; *) crashed=1 ;; esac
+    state=$(squeue --noheader --jobs="$job" --format=%T)
+    case $state in
+        RUNNING | SIGNALING | SUSPENDED | RESIZING) ;; # SIGNALING: the signal has only just come
+        *)
+            say "$1; not requeued, because the job is ${state:-gone}"
+            exit "$status"
+            ;;
+    esac
     [ ! -r "$run_dir/slurm_restarts" ] || read -r owner count <"$run_dir/slurm_restarts"
     if [ "$owner" != "$job" ] || [ "$(newest_checkpoint)" != "$checkpoint_at_start" ]; then count=0; fi
-    if [ "$status" != 138 ] || [ "$(newest_checkpoint)" = "$checkpoint_at_start" ]; then count=$((count + 1)); fi
+    if [ "$crashed" = 1 ] || [ "$(newest_checkpoint)" = "$checkpoint_at_start" ]; then count=$((count + 1)); fi
     mkdir -p "$run_dir" && echo "$job $count" >"$run_dir/slurm_restarts"
     if [ "$count" -gt "$max_crashes" ]; then
         say "$1; not requeued: $count in a row without a new checkpoint (restarts.max_crashes=$max_crashes)"
@@ -110,7 +114,13 @@ done
 case $status in
     0) say "training has ended" ;;
     2 | 3 | 4 | 5) say "exit status $status: another start would end in the same way, so the job is not requeued" ;;
-    130 | 143) say "exit status $status: stopped on request, so the job is not requeued" ;;
+    130 | 143)
+        # SLURM sends SIGTERM to a job that it preempts, too, and requeues only what still runs when the grace is over.
+        if scontrol --oneliner show job "$job" | grep -q ' PreemptTime=[0-9]'; then
+            requeue "preempted"
+        fi
+        say "exit status $status: stopped on request, so the job is not requeued"
+        ;;
     138) requeue "stopped with a checkpoint before the time limit" ;;
     *) requeue "exit status $status: crashed" ;;
 esac

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from fbt_megatron.config.schema import ParallelConfig
-from fbt_megatron.errors import TopologyError
+from fbt_megatron.errors import PeerError, TopologyError
 from fbt_megatron.parallel.collectives import COLLECTIVE_SECONDS
 from fbt_megatron.parallel.launcher import Launch, find_launch
 
@@ -55,8 +55,8 @@ class ParallelTopology:
 def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = COLLECTIVE_SECONDS) -> None:
     """Start torch.distributed among the processes of a launch (default: the one that the environment tells of).
 
-    Raises TopologyError when only part of a launcher's variables is set, when this node has fewer GPUs than processes,
-    or when the processes do not find each other.
+    Raises TopologyError when only part of a launcher's variables is set or this node has fewer GPUs than processes, and
+    PeerError when the processes do not find each other: that may be another at the next start.
     """
     launch = launch or find_launch(os.environ)
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -74,7 +74,7 @@ def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = C
             backend, init_method=where, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise TopologyError(
+        raise PeerError(
             f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port}: "
             f"{str(error).splitlines()[0]} Check that rank 0 runs on that host, or set MASTER_ADDR and MASTER_PORT."
         ) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_fbt
-from fbt_megatron.errors import TopologyError
+from fbt_megatron.errors import PeerError, TopologyError
 from fbt_megatron.parallel.launcher import (
     ALONE,
     Launch,
@@ -190,7 +190,7 @@ def test_a_taken_port_is_one_error():
         taken.bind(("", 0))
         taken.listen()
         launch = Launch("srun", 2, 0, 0, "localhost", taken.getsockname()[1])
-        with pytest.raises(TopologyError, match=r"rank 0 of 2 did not meet the others at localhost:\d+: .*MASTER_PORT"):
+        with pytest.raises(PeerError, match=r"rank 0 of 2 did not meet the others at localhost:\d+: .*MASTER_PORT"):
             init_distributed(launch, timeout_seconds=10.0)
 
 

@@ -62,6 +62,9 @@ def namespaces_work() -> bool:
     return subprocess.run(probe, capture_output=True, env={"PATH": _PATH}).returncode == 0
 
 
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+
+
 class Cluster:
     """A running cluster with nodes `node1`, `node2`, ...; made by `start_cluster`."""
 
@@ -90,7 +93,7 @@ class Cluster:
         return dict(part.split("=", 1) for part in shown.split() if "=" in part)
 
     def wait_for(self, job_id: str, *states: str, log: Path | None = None, seconds: float = 900.0) -> dict[str, str]:
-        """Wait until a job is in one of the states; a requeued job is not held back meanwhile.
+        """Wait until a job is in one of the states.
 
         Fails after `seconds`, or once the job has ended in another state, with the job's log.
         """
@@ -100,17 +103,10 @@ class Cluster:
             state = job["JobState"]
             if state in states:
                 return job
-            ended = state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "NODE_FAIL")
-            if ended or time.monotonic() > deadline:
+            if state in _ENDED or time.monotonic() > deadline:
                 text = log.read_text() if log and log.exists() else ""
                 raise AssertionError(f"job {job_id} is {state}, not {' or '.join(states)}: {job}\n{text[-8000:]}")
-            self.release(job_id)
             time.sleep(0.3)
-
-    def release(self, job_id: str) -> None:
-        """Start a requeued job that SLURM holds back for a while."""
-        if self.job(job_id).get("Reason") == "BeginTime":
-            self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now", check=False)
 
     def lose_node(self, name: str) -> None:
         """A power cut: the network goes first, then every process of the node."""
@@ -135,7 +131,7 @@ class Cluster:
         """Wait until every node answers and has nothing to do."""
         deadline = time.monotonic() + seconds
         while True:
-            states = self.run("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
+            states = self.run("sinfo", "--noheader", "--Node", "--partition=debug", "--format=%T", check=False).split()
             if states == ["idle"] * len(self.names):
                 return
             assert time.monotonic() < deadline, f"nodes are {states}\n{self._logs()}"
@@ -240,6 +236,7 @@ class Cluster:
     def _configuration(self, port: int) -> str:
         control = f"{self._net}.1" if self.namespaces else "127.0.0.1"
         user, folder = getpass.getuser(), self.folder
+        # cred_expire: for so long a requeued job is held back, and for so long a step may take to start.
         settings = f"""\
             ClusterName=test
             SlurmctldHost=localhost({control})
@@ -249,7 +246,7 @@ class Cluster:
             SlurmdUser={user}
             AuthType=auth/munge
             CredType=cred/munge
-            AuthInfo=socket={folder}/munge,cred_expire=10
+            AuthInfo=socket={folder}/munge,cred_expire=15
             StateSaveLocation={folder}/state
             SlurmdSpoolDir={folder}/spool/%n
             SlurmctldPidFile={folder}/slurmctld.pid
@@ -273,15 +270,19 @@ class Cluster:
             KillWait=5
             MinJobAge=3600
             SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-            PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefMemPerCPU=100 State=UP
+            PreemptType=preempt/partition_prio
+            PreemptMode=REQUEUE
             """
+        partition = "Nodes=ALL MaxTime=INFINITE DefMemPerCPU=100 State=UP"
         lines = [line.strip() for line in settings.splitlines()]
         for number, name in enumerate(self.names, start=1):
             place = f"NodeHostname={name} NodeAddr={self._net}.{10 + number}"
             if not self.namespaces:
                 place = f"NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port + number}"
             shape = "CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN"
-            lines.insert(-1, f"NodeName={name} {place} {shape}")
+            lines.append(f"NodeName={name} {place} {shape}")
+        lines.append(f"PartitionName=debug {partition} Default=YES PriorityTier=1 GraceTime=60")
+        lines.append(f"PartitionName=urgent {partition} PriorityTier=9")
         return "\n".join(lines) + "\n"
 
     def _logs(self) -> str:

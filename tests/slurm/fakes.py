@@ -26,12 +26,17 @@ _COMMANDS = {
         eval "$STEP"
     """,
     "scontrol": """
-        case $1 in
-            show) printf '%s\\n' "$3" >"$FAKE/hostnames.argument"; printf '%s\\n' node7 node8 ;;
-            requeue) echo "$2" >>"$FAKE/requeued" ;;
+        case "$*" in
+            "--oneliner show job"*) echo "JobId=$4 PreemptEligibleTime=2026-11-29 PreemptTime=${PREEMPTED-None}" ;;
+            show*) printf '%s\\n' "$3" >"$FAKE/hostnames.argument"; printf '%s\\n' node7 node8 ;;
+            requeue*) echo "$2" >>"$FAKE/requeued" ;;
         esac
     """,
-    "squeue": 'echo "${STATE-RUNNING}"',
+    # The number of an array is that of its last task as well: asked for it, squeue shows all tasks.
+    "squeue": """
+        echo "${STATE-RUNNING}"
+        [ "$*" != "--noheader --jobs=$SLURM_ARRAY_JOB_ID --format=%T" ] || echo PENDING
+    """,
     "sbatch": """
         printf '%s\\n' "$@" >"$FAKE/sbatch.arguments"; env >"$FAKE/sbatch.environment"; cat >"$FAKE/sbatch.script"
         [ -z "$REFUSAL" ] || { echo "$REFUSAL" >&2; exit 1; }

@@ -122,6 +122,19 @@ def test_a_port_that_something_listens_on_is_not_taken(tmp_path, slurm):
         assert int(slurm.noted_environment()["MASTER_PORT"]) != port
 
 
+def test_a_port_whose_lock_belongs_to_someone_else_is_not_taken(tmp_path, slurm):
+    slurm.run(script_in(tmp_path), SLURM_JOB_ID=2003)
+    port = int(slurm.noted_environment()["MASTER_PORT"])
+    lock = Path(f"/tmp/fbt_port_{port}.lock")
+    lock.unlink()
+    lock.mkdir()  # cannot be opened for writing, not even by root
+    try:
+        assert slurm.run(script_in(tmp_path), SLURM_JOB_ID=2003).status == 0
+    finally:
+        lock.rmdir()
+    assert int(slurm.noted_environment()["MASTER_PORT"]) != port
+
+
 def test_variables_are_literal_and_win(tmp_path, slurm):
     variables = {"NOTE": 'it\'s "$HOME" `id`; a', "OMP_NUM_THREADS": 1, "MASTER_ADDR": "node7-ib"}
     slurm.run(script_in(tmp_path, environment={"variables": variables}))
@@ -233,6 +246,16 @@ def test_a_job_that_is_being_cancelled_is_not_requeued(tmp_path, slurm):
         job = slurm.run(script_in(tmp_path), step="exit 137", STATE=state)
         assert job.requeued == []
         assert f"not requeued, because the job is {state or 'gone'}" in job.output
+
+
+def test_a_job_that_has_just_been_signalled_is_requeued(tmp_path, slurm):
+    assert slurm.run(script_in(tmp_path), step="exit 138", STATE="SIGNALING").requeued == ["4711"]
+
+
+def test_a_preempted_job_is_requeued(tmp_path, slurm):
+    job = slurm.run(script_in(tmp_path), step="exit 143", PREEMPTED="2026-11-29T12:00:00")
+    assert job.requeued == ["4711"]
+    assert "preempted; requeued" in job.output
 
 
 def test_the_signal_is_handed_on_once_and_requeues_once(tmp_path, slurm):

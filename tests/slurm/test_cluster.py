@@ -2,102 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from fbt_megatron.parallel.launcher import first_host
-from tests.pretrain.runs import ROOT, pretrain, steps
+from tests.pretrain.runs import pretrain, steps
 from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import submit
+from tests.training.samples import Sample, read_samples_log
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3000)]
 
+Compared = tuple[list[list[Any]], list[Sample]]
 COMPARED = ("step", "tokens", "passes", "loss", "grad_norm", "lr_normuon")
 
 
-@dataclass
-class Submitted:
-    """A job of the tool."""
-
-    cluster: Cluster
-    job_id: str
-    run_dir: Path
-    log: Path
-
-    def wait(self, *states: str, seconds: float = 900.0) -> dict[str, str]:
-        """Wait until the job is in one of the states."""
-        return self.cluster.wait_for(self.job_id, *states, log=self.log, seconds=seconds)
-
-    def wait_for_line(self, text: str, *, count: int = 1, seconds: float = 900.0) -> None:
-        """Wait until the log has so many lines that contain a text."""
-        deadline = time.monotonic() + seconds
-        while sum(text in line for line in self._lines()) < count:
-            self.cluster.release(self.job_id)
-            assert time.monotonic() < deadline, f"no {text!r} in\n" + "\n".join(self._lines()[-80:])
-            time.sleep(0.1)
-
-    def wait_for_steps(self, count: int) -> None:
-        """Wait until so many more steps of the run have been trained."""
-        self.wait_for_line("| loss ", count=self.count("| loss ") + count)
-
-    def rank(self, number: int) -> int:
-        """Process of a rank, as this host numbers it."""
-        job = {"SLURM_JOB_ID": self.job_id, "SLURM_CONF": self.cluster.environment["SLURM_CONF"]}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                words = (folder / "cmdline").read_text().split("\0")
-                entries = (folder / "environ").read_text().split("\0")
-            except (OSError, UnicodeDecodeError):
-                continue  # gone meanwhile, or another user's
-            environment = dict(entry.split("=", 1) for entry in entries if "=" in entry)
-            is_training = words[0] == sys.executable and "--config" in words and "-P" not in words
-            rank = environment.get("RANK", environment.get("SLURM_PROCID"))
-            if is_training and rank == str(number) and job.items() <= environment.items():
-                return int(folder.name)
-        raise AssertionError(f"no process of rank {number}")
-
-    def _lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-    def count(self, text: str) -> int:
-        """Lines of the log that contain a text."""
-        return sum(text in line for line in self._lines())
-
-
-def submit(cluster: Cluster, folder: Path, config: Path, *overrides: str, launcher: str, **job: Any) -> list[Submitted]:
-    """Submit the tiny configuration; one entry per task of an array."""
-    namespaces = cluster.namespaces
-    launch = {
-        "job": {"nodes": 2, "gpus_per_node": 0, "processes_per_node": 2, "cpus_per_process": 1, "time": 60} | job,
-        "environment": {
-            "python": sys.executable,
-            # Without namespaces the names of nodes do not resolve, and all of them are this host.
-            "variables": {"OMP_NUM_THREADS": 1} | ({} if namespaces else {"MASTER_ADDR": "127.0.0.1"}),
-        },
-        "training": {"config": str(config), "launcher": launcher, "overrides": list(overrides)},
-        "restarts": {"signal_seconds": 10, "max_crashes": 2},
-    }
-    path = folder / "launch.yaml"
-    path.write_text(yaml.safe_dump(launch))
-    shown = cluster.run(sys.executable, ROOT / "tools" / "launch_slurm.py", path, "--json", cwd=folder)
-    found = json.loads(shown)
-    numbers = [log.rpartition("_")[2].removesuffix(".log") for log in found["logs"]]
-    ids = [f"{found['job_id']}_{number}" for number in numbers] if "array" in job else [found["job_id"]]
-    runs = zip(ids, found["run_dirs"], found["logs"], strict=True)
-    return [Submitted(cluster, job_id, folder / run_dir, Path(log)) for job_id, run_dir, log in runs]
-
-
-def compared(run_dir: Path) -> list[list[Any]]:
-    """What must not depend on how often a run was interrupted."""
-    return [[record[key] for key in COMPARED] for record in steps(run_dir)]
+def compared(run_dir: Path) -> Compared:
+    """What must not depend on how often a run was interrupted: metrics and samples of every step."""
+    return [[record[key] for key in COMPARED] for record in steps(run_dir)], read_samples_log(run_dir)
 
 
 def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path: Path) -> None:
@@ -105,7 +30,9 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     overrides = ["train.run_dir=run", "train.steps=30", "evaluation.every=30"]
     [job] = submit(cluster, tmp_path, config, *overrides, launcher="srun", processes_per_node=1)
     job.wait_for_steps(2)
-    cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+    with job.standing_still():
+        cluster.run("scancel", "--batch", "--signal=USR1", job.job_id)
+        job.wait_for_line("the time limit is near")
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "1"
     assert [record["step"] for record in steps(job.run_dir)] == list(range(1, 31))
@@ -114,22 +41,25 @@ def test_a_job_goes_on_after_its_signal(cluster: Cluster, config: Path, tmp_path
     assert "resumed from" in job.log.read_text()
 
 
-FOUR = ("train.steps=50", "evaluation.every=50", "checkpoint.every=10")
+FOUR = ("train.steps=50", "evaluation.every=50", "checkpoint.every=10", "logging.samples=true")
 """What the runs on four processes have in common."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Compared:
     """The same four processes, started once on this host."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     pretrain(config, run_dir, *FOUR, processes=4, timeout=900.0).check()
-    return compared(run_dir)
+    metrics, samples = compared(run_dir)
+    assert len(metrics) == 50
+    assert len(samples) == 50 * 8
+    return metrics, samples
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_time_limit_and_a_lost_node_change_nothing(
-    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: list[list[Any]], launcher: str
+    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
 ) -> None:
     if not cluster.namespaces:
         pytest.skip("only root can take a node's power away: it needs namespaces")
@@ -137,12 +67,10 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
 
     # The time limit itself: training stands still until SLURM's own signal has come.
     job.wait_for_steps(2)
-    rank = job.rank(0)
-    os.kill(rank, signal.SIGSTOP)
-    hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
-    cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
-    job.wait_for_line("the time limit is near")
-    os.kill(rank, signal.SIGCONT)
+    with job.standing_still():
+        hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
+        cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
+        job.wait_for_line("the time limit is near")
     job.wait_for_line("stopped with a checkpoint before the time limit; requeued (0 of 2")
     job.wait("PENDING", "CONFIGURING")
     cluster.run("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=60")
@@ -150,9 +78,9 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
     # A power cut at the second node; the other one stands still, so that training cannot end before it is noticed.
     job.wait_for_line("start 2 on")
     job.wait_for_steps(2)
-    os.kill(job.rank(0), signal.SIGSTOP)
-    cluster.lose_node("node2")
-    job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
+    with job.standing_still():
+        cluster.lose_node("node2")
+        job.wait("PENDING", "REQUEUED", "CONFIGURING", "COMPLETING")
     cluster.start_node("node2")
     finished = job.wait("COMPLETED")
     assert finished["Restarts"] == "2"
@@ -168,7 +96,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_crash_is_followed_by_another_start(
-    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: list[list[Any]], launcher: str
+    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
 ) -> None:
     [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
     job.wait_for_steps(12)
@@ -194,24 +122,10 @@ def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) ->
     overrides = ["train.run_dir=run-{array}", "train.seed={array}", "train.steps=20"]
     jobs = submit(cluster, tmp_path, config, *overrides, launcher="torchrun", processes_per_node=1, array="1-2")
     jobs[1].wait_for_steps(2)
-    cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
+    with jobs[1].standing_still():
+        cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
+        jobs[1].wait_for_line("the time limit is near")
     assert [job.wait("COMPLETED")["Restarts"] for job in jobs] == ["0", "1"]
     runs = [compared(job.run_dir) for job in jobs]
-    assert [len(run) for run in runs] == [20, 20]
-    assert runs[0] != runs[1]
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "hosts"),
-    [
-        ("gpuA,gpuB[001,003],gpuC", ["gpuA", "gpuB001", "gpuB003", "gpuC"]),
-        ("tux[1,2]", ["tux1", "tux2"]),
-        ("n[08-10]", ["n08", "n09", "n10"]),
-        ("c-ab-i[810-811]", ["c-ab-i810", "c-ab-i811"]),
-        ("red,blue", ["red", "blue"]),
-        ("x1", ["x1"]),
-    ],
-)
-def test_node_lists_as_the_script_and_the_launcher_read_them(cluster: Cluster, nodelist: str, hosts: list[str]) -> None:
-    assert cluster.run("scontrol", "show", "hostnames", nodelist).split() == hosts
-    assert first_host(nodelist) == hosts[0]
+    assert [len(metrics) for metrics, _ in runs] == [20, 20]
+    assert runs[0][0] != runs[1][0]
