@@ -26,7 +26,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     results = context.SimpleQueue()
-    port = _free_port()
+    port = free_port()
     processes = [
         context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args), daemon=True)
         for rank in range(world_size)
@@ -89,7 +89,8 @@ def _rank_main(
             dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fbt_megatron.errors import CheckpointError
+from tests.checkpoint.disk import SmallDisk, small_disk
 from tests.checkpoint.toy import Run
 
-PAGE = 4096
 SHAPES = {"weights/matrix": (256, 256), "weights/vector": (1000,)}  # 65 pages, far more than what counts as "full"
-
-
-class SmallDisk:
-    """A file system in memory, of any number of pages."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir()
-        self.path = path
-
-    def mount(self) -> bool:
-        """True where that is allowed."""
-        return os.geteuid() == 0 and self._mount("size=16m")
-
-    def resize(self, pages: int) -> None:
-        assert self._mount(f"remount,size={pages * PAGE}")
-
-    def used_pages(self) -> int:
-        return shutil.disk_usage(self.path).used // PAGE
-
-    def unmount(self) -> None:
-        subprocess.run(["umount", str(self.path)], check=True)
-
-    def _mount(self, options: str) -> bool:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.path)]
-        return subprocess.run(command, capture_output=True).returncode == 0
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk]:
-    disk = SmallDisk(tmp_path / "disk")
-    if not disk.mount():
-        pytest.skip("a file system of limited size cannot be mounted here: that takes root")
-    yield disk
-    disk.unmount()
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
-def test_a_disk_of_any_size_between_one_and_two_checkpoints(disk: SmallDisk, in_background: bool) -> None:
+def test_a_disk_of_any_size_between_one_and_two_checkpoints(tmp_path: Path, in_background: bool) -> None:
     """The disk fills up at the first page, in the middle, and at each of the small files that complete a save."""
+    with small_disk(tmp_path / "disk") as disk:
+        _save_on_disks_of_all_sizes(disk, in_background)
+
+
+def _save_on_disks_of_all_sizes(disk: SmallDisk, in_background: bool) -> None:
     run = Run(disk.path / "checkpoints", in_background=in_background, shapes=SHAPES)
     run.save(10)
     one = disk.used_pages()

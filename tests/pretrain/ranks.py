@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pretrain_fbt
-from fbt_megatron.parallel import topology as _topology  # noqa: F401  imported by `pretrain` in the function, late
-from fbt_megatron.training import build as _build  # noqa: F401
+from tests.distributed import free_port
+
+_PRELOADED = ["fbt_megatron.training.build", "fbt_megatron.training.failure", "deepspeed", __name__]
 
 
 class Ranks:
@@ -24,9 +24,9 @@ class Ranks:
 
     def __init__(self, config: Path, run_dir: Path, *overrides: str, world_size: int, output: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(_PRELOADED)
         arguments = ["--config", str(config), f"train.run_dir={run_dir}", *overrides]
-        port = _free_port()
+        port = free_port()
         self.output = output
         self.processes: list[BaseProcess] = [
             context.Process(target=_main, args=(rank, world_size, port, arguments, str(output)), daemon=True)
@@ -61,9 +61,3 @@ def _main(rank: int, world_size: int, port: int, arguments: list[str], output: s
         os.dup2(file.fileno(), 2)
     sys.argv = ["pretrain_fbt.py", *arguments]
     sys.exit(pretrain_fbt.main())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

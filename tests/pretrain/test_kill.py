@@ -1,18 +1,26 @@
-"""kill -9 of one rank of four at random moments, with checkpoints in the background all the time."""
+"""kill -9 of one rank of four at random moments, with a checkpoint in the background after every step.
+
+Whatever was going on, the same command goes on from a checkpoint, and the end is that of a run without a kill: weights
+and optimizer state, metrics, and the documents of every row, bit for bit.
+"""
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fbt_megatron.checkpoint.inspection import compare, open_checkpoint
 from tests.pretrain.ranks import Ranks
-from tests.pretrain.runs import records, write_config
+from tests.pretrain.runs import TINY, records, write_config
 from tests.pretrain.runs import steps as trained_steps
+from tests.training.samples import read_samples_log
 
 pytestmark = [pytest.mark.training, pytest.mark.distributed]
 
@@ -23,6 +31,7 @@ CHANGES = {
     "checkpoint": {"every": 1, "keep": 2, "async": True},
     "evaluation": {"every": 1000, "batches": 1},
     "feedback": {"schedule": [{"until": 1.0, "mix": {1: 0.5, 2: 0.3, 3: 0.2}}]},
+    "logging": {"samples": True},
 }
 
 
@@ -40,64 +49,91 @@ def run_to_the_end(config: Path, run_dir: Path, *overrides: str) -> None:
         ranks.end()
 
 
-def steps_done(run_dir: Path) -> int:
-    """Lines of the metrics, as far as they are written."""
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def step_seconds(run_dir: Path) -> float:
+    """Median time of a step."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return statistics.median(json.loads(line).get("step_seconds", 0.0) for line in lines)
 
 
-def kill_once(config: Path, run_dir: Path, *overrides: str, draw: random.Random) -> str:
+class Life:
+    """One start of the run, up to the kill."""
+
+    def __init__(self, config: Path, run_dir: Path, *overrides: str) -> None:
+        output = run_dir.with_suffix(".out")
+        self.checkpoints = run_dir / "checkpoints"
+        self._seen = output.stat().st_size if output.exists() else 0
+        self.ranks = Ranks(config, run_dir, *LAYOUT, *overrides, world_size=WORLD_SIZE, output=output)
+
+    def output(self) -> str:
+        """What the ranks of this life have printed."""
+        return self.ranks.output.read_bytes()[self._seen :].decode() if self.ranks.output.exists() else ""
+
+    def steps(self) -> int:
+        """Steps that this life has trained."""
+        return self.output().count("\nstep ")
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(self.checkpoints.glob("*.tmp"))
+
+    def wait_until(self, condition: Callable[[], bool], *, seconds: float = KILL_WAIT_SECONDS) -> None:
+        """Wait for something to happen, for a rank to end, or for some time."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self.ranks.running() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def kill_once(config: Path, run_dir: Path, *overrides: str, draw: random.Random, pause: float) -> str:
     """Start the run and kill one rank at a random moment; returns what was going on.
 
-    A third of the kills come while the run starts or loads, a third at any moment of its steps, a third while a
-    checkpoint is being written.
+    A third of the kills come while the run starts, loads, or takes its first step, a third at any moment of a later
+    step, a third while a checkpoint is being written. `pause` is about the time of a step.
     """
-    ranks = Ranks(config, run_dir, *LAYOUT, *overrides, world_size=WORLD_SIZE, output=run_dir.with_suffix(".out"))
+    life = Life(config, run_dir, *overrides)
     try:
-        _wait_for_a_moment(ranks, run_dir, draw)
-        saving = bool(list((run_dir / "checkpoints").glob("*.tmp")))
-        victim = draw.randrange(WORLD_SIZE)
-        ranks.processes[victim].kill()
-        statuses = ranks.wait(KILL_WAIT_SECONDS)
-        assert None not in statuses, f"ranks outlive rank {victim}: {statuses}\n{ranks.output.read_text()[-6000:]}"
-        assert 0 not in statuses, f"rank {victim} was killed, and a rank says that the run is complete"
-        return "saving" if saving else "training" if steps_done(run_dir) else "starting"
+        kind, delay = draw.choice(("start", "step", "save")), draw.random()
+        if kind == "start":
+            life.wait_until(lambda: life.steps() > 0, seconds=4.0 * delay)
+        else:
+            number = draw.randint(1, 4)
+            life.wait_until(lambda: life.steps() >= number)
+            if kind == "save":
+                life.wait_until(lambda: not life.is_saving())
+                life.wait_until(life.is_saving)
+            time.sleep(delay * pause)
+        saving, victim = life.is_saving(), draw.randrange(WORLD_SIZE)
+        life.ranks.processes[victim].kill()
+        statuses = life.ranks.wait(KILL_WAIT_SECONDS)
+        assert None not in statuses, f"ranks outlive rank {victim}: {statuses}\n{life.output()[-6000:]}"
+        assert 0 not in statuses, f"rank {victim} was killed, and the run is complete: {statuses}"
+        return "saving" if saving else "training" if life.steps() else "starting"
     finally:
-        ranks.end()
-
-
-def _wait_for_a_moment(ranks: Ranks, run_dir: Path, draw: random.Random) -> None:
-    kind, before, deadline = draw.choice(("start", "step", "save")), steps_done(run_dir), time.monotonic() + 120.0
-    if kind != "start":
-        # The metrics of steps after the checkpoint are cut off first, so look for the file to change at all.
-        while ranks.running() and steps_done(run_dir) == before and time.monotonic() < deadline:
-            time.sleep(0.01)
-    if kind == "save":
-        known = set(run_dir.glob("checkpoints/*.tmp"))
-        while ranks.running() and set(run_dir.glob("checkpoints/*.tmp")) <= known and time.monotonic() < deadline:
-            time.sleep(0.001)
-    time.sleep(draw.uniform(0.0, {"start": 3.0, "step": 1.0, "save": 0.05}[kind]))
+        life.ranks.end()
 
 
 def soak(config: Path, folder: Path, *, kills: int, steps: int, seed: int) -> Counter[str]:
+    """Compare a run that is killed `kills` times with one that is not; what was going on at the kills."""
     draw, overrides = random.Random(seed), f"train.steps={steps}"
     run_to_the_end(config, folder / "straight", overrides)
-    moments = Counter(kill_once(config, folder / "run", overrides, draw=draw) for _ in range(kills))
+    pause = step_seconds(folder / "straight")
+    moments = Counter(kill_once(config, folder / "run", overrides, draw=draw, pause=pause) for _ in range(kills))
     run_to_the_end(config, folder / "run", overrides)
     found = compare(open_checkpoint(folder / "straight"), open_checkpoint(folder / "run"))
     assert found.same_state, found
     assert found.num_equal > 20
     assert records(folder / "run") == records(folder / "straight")
+    assert read_samples_log(folder / "run") == read_samples_log(folder / "straight")
+    assert len(read_samples_log(folder / "run")) == steps * TINY["train"]["global_batch_size"]
     assert [record["step"] for record in trained_steps(folder / "run")] == list(range(1, steps + 1))
     return moments
 
 
 def test_three_kills(config: Path, tmp_path: Path) -> None:
-    soak(config, tmp_path, kills=3, steps=20, seed=1)
+    soak(config, tmp_path, kills=3, steps=30, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_thirty_kills(config: Path, tmp_path: Path) -> None:
-    moments = soak(config, tmp_path, kills=30, steps=200, seed=2)
+    moments = soak(config, tmp_path, kills=30, steps=150, seed=2)
     assert moments["saving"] >= 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ from fbt_megatron.config.schema import CheckpointConfig, RunConfig
 from fbt_megatron.errors import CheckpointError, NonFiniteError
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.build import open_trainer
-from fbt_megatron.training.resilience import StopSignal
+from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.trainer import Trainer
 from tests.training.tiny_run import read_records, tiny_run, write_data
 
@@ -47,6 +48,17 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_????????"))
 
 
+def write_late(patch: pytest.MonkeyPatch) -> None:
+    """Every write begins when training has gone on."""
+    save = writer_module.dcp.save
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return save(*args, **kwargs)
+
+    patch.setattr(writer_module.dcp, "save", late)
+
+
 def assert_same_checkpoints(one: Path, other: Path) -> None:
     """Every step's: all tensors, counters and cursors, bit for bit."""
     assert steps_of(one) == steps_of(other)
@@ -69,13 +81,7 @@ def test_each_checkpoint_holds_its_own_step(
     """Each is written late, when the step after it has changed every tensor."""
     options: dict[str, Any] = {"zero_stage": zero_stage, "precision": precision}
     train(saving_run(tmp_path / "at once", data, in_background=False, **options), topology)
-    save = writer_module.dcp.save
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.1)
-        return save(*args, **kwargs)
-
-    monkeypatch.setattr(writer_module.dcp, "save", late)
+    write_late(monkeypatch)
     train(saving_run(tmp_path / "in background", data, in_background=True, **options), topology)
     assert steps_of(tmp_path / "at once") == list(range(1, STEPS + 1))
     assert_same_checkpoints(tmp_path / "at once", tmp_path / "in background")
@@ -164,3 +170,25 @@ def test_a_run_that_ends_with_an_error_finishes_its_save(
     assert found == [[]]
     assert open_checkpoint(tmp_path).manifest.step == 2
     assert open_checkpoint(tmp_path).damage() == []
+
+
+def test_a_signal_finishes_the_save_and_makes_one_more(
+    topology: ParallelTopology, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_late(monkeypatch)
+    config = saving_run(tmp_path, data, in_background=True, every=2)
+    with StopSignal() as stop, open_trainer(config, topology, allowed_changes=[]) as trainer:
+        step = trainer.train_step
+
+        def step_and_signal() -> Any:
+            record = step()
+            if record.step == 3:
+                signal.raise_signal(signal.SIGTERM)
+            return record
+
+        monkeypatch.setattr(trainer, "train_step", step_and_signal)
+        assert trainer.train(stop) == signal.SIGTERM
+        assert steps_of(tmp_path) == [2, 3]
+    for number in (2, 3):
+        assert open_checkpoint(tmp_path / "checkpoints" / f"step_{number:08d}").damage() == []
+    assert open_checkpoint(tmp_path).manifest.step == 3
