@@ -27,8 +27,9 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     context.set_forkserver_preload(_PRELOADED)
     results = context.SimpleQueue()
     port = free_port()
+    # No daemons, which could not have reader processes of their own.
     processes = [
-        context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args), daemon=True)
+        context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args))
         for rank in range(world_size)
     ]
     for process in processes:

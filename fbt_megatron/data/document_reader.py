@@ -68,7 +68,7 @@ class DocumentReader:
         backoff, upto = Backoff(), stop
         while document < stop:
             try:
-                stream = _open(shard, index, document, upto)
+                stream = _open(shard, index, document, alone=upto == document + 1)
             except DataError as error:
                 yield from self._pass_over(shard, index, document, stop, error)
                 return
@@ -147,19 +147,15 @@ class DocumentReader:
             logger.warning("data.on_error=skip: this process only counts what it passes over from now on")
 
 
-def _open(shard: Shard, index: IntArray, first: int, stop: int) -> BinaryIO:
-    """A stream of the documents `first` to `stop - 1`, or from the first of the shard on where there is no other way.
-
-    It ends behind them, but for the last of the shard.
-    """
-    if storage.is_sequential(shard.location):
-        offset, size = 0, None
-    else:
-        offset = int(index[first, 0])
-        size = int(index[stop, 0]) - offset if stop < len(index) else None
+def _open(shard: Shard, index: IntArray, document: int, *, alone: bool) -> BinaryIO:
+    """A stream from a document on (from the first one where there is no other way), which ends with it if `alone`."""
+    is_sequential = storage.is_sequential(shard.location)
+    offset = 0 if is_sequential else int(index[document, 0])
     with storage.naming_errors(shard.location):
         stream = storage.open_at(shard.location, offset)
-    return stream if size is None else io.BufferedReader(_FirstBytes(stream, size))
+    if alone and not is_sequential and document + 1 < len(index):
+        return io.BufferedReader(_FirstBytes(stream, int(index[document + 1, 0]) - offset))
+    return stream
 
 
 class _FirstBytes(io.RawIOBase):

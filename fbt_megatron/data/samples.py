@@ -174,9 +174,9 @@ def _selected_members(stream: Any, *, sequential: bool) -> Iterator[tuple[str, i
 
 
 def _restore_message(error: BaseException) -> None:
-    """Take away what webdataset adds to the arguments of an exception: ` @ <stream>`, and the stream and its URL."""
+    """Take away what webdataset adds to an exception: stream and URL, and often ` @ <stream>` to its first argument."""
     own = error.args[:-2]
-    error.args = (str(own[0]).rpartition(" @ ")[0], *own[1:]) if own else ()
+    error.args = (str(own[0]).rsplit(" @ <", 1)[0], *own[1:]) if own else ()
 
 
 def _text_of(sample: Sample, where: str) -> str:

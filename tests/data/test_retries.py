@@ -177,10 +177,12 @@ def test_a_command_that_breaks_off_is_run_again(tmp_path: Path) -> None:
     assert len(runs.read_text().splitlines()) == 4  # one scan, two that broke off, one whole
 
 
-def test_a_command_that_always_breaks_off_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [20480, 30720, 31232, 31500])
+def test_a_command_that_always_breaks_off_is_named(tmp_path: Path, size: int) -> None:
+    """In a header, in tokens, between two."""
     write_tar(tmp_path / "a.tar", [(f"{n}.tokens", pack_ids([n, 256], "uint16")) for n in range(50)])
     runs = tmp_path / "runs"
-    script = f"echo >> {runs}; test $(wc -l < {runs}) = 1 || {{ head -c 30720 {tmp_path}/a.tar; exit 5; }}; "
+    script = f"echo >> {runs}; test $(wc -l < {runs}) = 1 || {{ head -c {size} {tmp_path}/a.tar; exit 5; }}; "
     with pytest.raises(DataError, match=r"cannot be read \(OSError: the command exited with status 5\)"):
         read(f"pipe:{script} cat {tmp_path}/a.tar", 20, 20)
     assert len(runs.read_text().splitlines()) == 2 + MAX_RETRIES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretrain.runs import Outcome, pretrain, write_config
+from tests.pretrain.runs import Outcome, pretrain, steps, write_config
 
 pytestmark = pytest.mark.training
 
@@ -99,6 +99,16 @@ def _large_token_ids(train: Path) -> None:
     shard.write_bytes(content)
 
 
+def _damage_first_documents(shard: Path, count: int) -> None:
+    """Flip a bit in each of the first documents of a shard; the ids stay valid ones."""
+    content = bytearray(shard.read_bytes())
+    position = 0
+    for _ in range(count):
+        position = content.index(b".tokens", position) + 512
+        content[position - position % 512] ^= 1
+    shard.write_bytes(content)
+
+
 def _large_token_ids_without_checksums(train: Path) -> None:
     """Shards that another program made."""
     _large_token_ids(train)
@@ -122,6 +132,28 @@ def test_data(bad: BadData, data: Path, tmp_path: Path) -> None:
     bad.spoil(copy / "train")
     config = write_config(tmp_path / "tiny.yaml", copy)
     _refused(pretrain(config, tmp_path / "run"), 3, *bad.messages)
+
+
+def test_documents_that_may_be_passed_over(data: Path, tmp_path: Path) -> None:
+    """A few are counted and the run goes on; a whole shard is too much."""
+    copy = tmp_path / "data"
+    shutil.copytree(data, copy)
+    for shard in (copy / "train").glob("*.tar"):  # eight streams read a few documents each: one is sure to be met
+        _damage_first_documents(shard, 3)
+    config = write_config(tmp_path / "tiny.yaml", copy)
+    keys = ["data.on_error=skip", "data.max_skipped=0.2", "train.steps=12", "evaluation.every=12"]
+    outcome = pretrain(config, tmp_path / "run", *keys).check()
+    skipped = [record["skipped_documents"] for record in steps(tmp_path / "run")]
+    assert skipped == sorted(skipped)
+    assert skipped[-1] > 0
+    assert "data.on_error=skip passes over document " in outcome.output
+    assert "the tokens do not match their checksum" in outcome.output
+    assert f"{skipped[-1]} (" in (tmp_path / "run" / "log.txt").read_text()
+    _remove_shard(copy / "train")
+    outcome = pretrain(config, tmp_path / "other", "data.on_error=skip")
+    _refused(
+        outcome, 3, "shard-00000.tar: not found", "DataError: data.on_error=skip: ", "data.max_skipped=0.01 allows"
+    )
 
 
 def test_vocabulary_of_another_tokenizer(config: Path, tmp_path: Path) -> None:

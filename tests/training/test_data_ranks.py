@@ -37,9 +37,9 @@ def write_uneven(folder: Path, counts: tuple[int, ...]) -> Path:
 
 
 def write_damaged(folder: Path) -> Path:
-    """60 documents of which 4 are damaged, 2 in each half."""
+    """60 documents of which 4 are damaged, 2 in each half; 12 steps read them twice."""
     draw = random.Random(7)
-    documents = [[draw.randrange(256) for _ in range(draw.randint(20, 40))] + [EOS] for _ in range(60)]
+    documents = [[draw.randrange(256) for _ in range(draw.randint(8, 16))] + [EOS] for _ in range(60)]
     write_dataset(folder, [documents[:30], documents[30:]])
     for number in (4, 21, 33, 50):
         spoil_document(folder / f"shard-{number // 30:05d}.tar", documents[number])
