@@ -26,7 +26,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         arguments = ["--config", str(config), f"train.run_dir={run_dir}", *overrides]
-        port = _free_port()
+        port = free_port()
         self.output = output
         self.processes: list[BaseProcess] = [
             context.Process(target=_main, args=(rank, world_size, port, arguments, str(output)), daemon=True)
@@ -63,7 +63,8 @@ def _main(rank: int, world_size: int, port: int, arguments: list[str], output: s
     sys.exit(pretrain_fbt.main())
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
