@@ -111,7 +111,7 @@ def _cases() -> list[Any]:
     for row, moment in enumerate(MOMENTS):
         for column, receiver in enumerate(RECEIVERS):
             marks = [] if (moment, receiver) in IN_MAKE_TEST else [pytest.mark.slow]
-            number = SIGNALS[(row + column) % len(SIGNALS)]
+            number = SIGNALS[(2 * row + column + 1) % len(SIGNALS)]
             cases.append(pytest.param(moment, receiver, number, marks=marks, id=f"{moment}-{receiver}-{number.name}"))
     return cases
 
@@ -150,6 +150,8 @@ def test_a_signal_stops_all_ranks_after_one_step(
         assert f"{number.name}: the run stops after step {last}" in output
         assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{last:08d}"
         validated = [record["step"] for record in records(run_dir) if record.get("kind") == "validation"]
-        assert validated == [0] + [5] * (last > 5 or (last == 5 and moment != "validation"))
+        before, also_this = ([step for step in (0, 5, 10) if step < end] for end in (last, last + 1))
+        # In `step` the signal may come to the validation as well, and to the end of it.
+        assert validated in {"validation": [before], "save": [also_this], "step": [before, also_this]}[moment]
     pretrain(config, run_dir).check()
     assert_same_records(records(run_dir), straight)
