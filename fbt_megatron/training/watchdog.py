@@ -29,6 +29,7 @@ from fbt_megatron.parallel.roll_call import Call, RollCall
 TRACES_NAME = "collective_traces"
 _REPORT_SECONDS = 300.0
 """The time that ranks have to report before torch.distributed would end them."""
+_DUMP_SECONDS = 20.0
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """torch's functions that return the last collectives of NCCL, and of other backends; not every torch has both."""
 
@@ -121,7 +122,6 @@ class Watchdog:
     def _end_hung(self, call: Call) -> NoReturn:
         where = f"this rank, on {socket.gethostname()}, is in: {activity.describe()}"
         self.launch.say("\n".join([f"the run stands still; {where}. Its threads:", *_stacks()]))
-        self._dump_flight_recorder()
         roll = None if self.roll_call is None else self.roll_call.answer(activity.describe())
         lines = [f"rank {call.rank} on {call.host}: {call.text} (resilience.hang_timeout_seconds)."]
         if roll is None and self.roll_call is not None:
@@ -130,6 +130,10 @@ class Watchdog:
             lines += ["Where the ranks are, those to look at first:", *(f"  {line}" for line in roll.lines())]
             lines += [f"Traces of the last collectives: {self._trace_folder}"]
         self.launch.report(HangError("\n".join(lines)))
+        # Last and not waited for long: what stands still may be the file system.
+        dump = threading.Thread(target=self._dump_flight_recorder, daemon=True)
+        dump.start()
+        dump.join(_DUMP_SECONDS)
         os._exit(HangError.exit_status)
 
     def _dump_flight_recorder(self) -> None:
