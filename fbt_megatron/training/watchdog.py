@@ -30,8 +30,14 @@ TRACES_NAME = "collective_traces"
 _REPORT_SECONDS = 300.0
 """The time that ranks have to report before torch.distributed would end them."""
 _DUMP_SECONDS = 20.0
-_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""torch's functions that return the last collectives of NCCL, and of other backends; not every torch has both."""
+_RECORDERS: tuple[tuple[str, dict[str, bool], str], ...] = (
+    ("_dump_nccl_trace", {"includeStackTraces": False}, "nccl_trace_{rank}"),
+    ("_dump_fr_trace_json", {}, "trace_{rank}.json"),
+)
+"""torch's functions that give the last collectives of NCCL, and of other backends, with arguments and a file name.
+
+Not every torch has both. NCCL's come in the format that torch's tool reads; their stacks take minutes to look up.
+"""
 
 
 def collective_timeout(resilience: ResilienceConfig) -> float:
@@ -137,16 +143,15 @@ class Watchdog:
         os._exit(HangError.exit_status)
 
     def _dump_flight_recorder(self) -> None:
-        """The last collectives of this rank, for `torchfrtrace`, which comes with torch."""
+        """Write the last collectives of this rank as torch recorded them."""
         if self.roll_call is None:
             return
         try:
             self._trace_folder.mkdir(parents=True, exist_ok=True)
-            for name in _RECORDERS:
-                dump = getattr(torch._C._distributed_c10d, name, None)
+            for function, arguments, name in _RECORDERS:
+                dump = getattr(torch._C._distributed_c10d, function, None)
                 if dump is not None:
-                    path = self._trace_folder / f"{name.removeprefix('_dump_')}_{self.launch.rank}"
-                    path.write_bytes(dump(includeStackTraces=False))  # looking up their symbols takes minutes
+                    (self._trace_folder / name.format(rank=self.launch.rank)).write_bytes(dump(**arguments))
         except OSError as error:
             self.launch.say(f"the traces of the last collectives cannot be written: {error}")
 

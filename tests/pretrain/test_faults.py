@@ -102,7 +102,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fills_up_while_training(config: Path, disk: Path, tmp_path: Path) -> None:
     """One error on both ranks and no trace, TensorBoard's included; with room again the run goes on."""
     options = ["logging.tensorboard=true", "train.steps=3000", "checkpoint.every=3", "evaluation.every=10000"]
-    with fork_ranks(config, disk / "run", *options) as run:
+    with fork_ranks(config, disk / "run", *options, output=tmp_path / "output.txt") as run:
         run.wait_for_line("step 4/3000")
         _fill(disk / "filler")
         statuses = run.finish()
