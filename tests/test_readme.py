@@ -6,6 +6,9 @@ import ast
 import re
 from pathlib import Path
 
+from fbt_megatron import errors
+from fbt_megatron.training.stop_signal import STOP_SIGNALS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -37,3 +40,13 @@ def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = set(re.findall(r"`?make ([a-z-]+)`?", README))
     assert {"pretrain", "test"} <= named <= targets | {"a"}
+
+
+def test_every_exit_status_is_in_the_table() -> None:
+    table = README.partition("### Exit status")[2].partition("\n\n`torchrun`")[0]
+    listed = [
+        int(number) for cell in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for number in cell.split(",")
+    ]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.FBTError)]
+    statuses = {kind.exit_status for kind in kinds} | {128 + number for number in STOP_SIGNALS}
+    assert sorted(listed) == sorted(statuses | {0})

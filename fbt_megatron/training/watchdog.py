@@ -29,8 +29,15 @@ from fbt_megatron.parallel.roll_call import Call, RollCall
 TRACES_NAME = "collective_traces"
 _REPORT_SECONDS = 300.0
 """The time that ranks have to report before torch.distributed would end them."""
-_RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
-"""torch's functions that return the last collectives of NCCL, and of other backends; not every torch has both."""
+_DUMP_SECONDS = 20.0
+_RECORDERS: tuple[tuple[str, dict[str, bool], str], ...] = (
+    ("_dump_nccl_trace", {"includeStackTraces": False}, "nccl_trace_{rank}"),
+    ("_dump_fr_trace_json", {}, "trace_{rank}.json"),
+)
+"""torch's functions that give the last collectives of NCCL, and of other backends, with arguments and a file name.
+
+Not every torch has both. NCCL's come in the format that torch's tool reads; their stacks take minutes to look up.
+"""
 
 
 def collective_timeout(resilience: ResilienceConfig) -> float:
@@ -121,7 +128,6 @@ class Watchdog:
     def _end_hung(self, call: Call) -> NoReturn:
         where = f"this rank, on {socket.gethostname()}, is in: {activity.describe()}"
         self.launch.say("\n".join([f"the run stands still; {where}. Its threads:", *_stacks()]))
-        self._dump_flight_recorder()
         roll = None if self.roll_call is None else self.roll_call.answer(activity.describe())
         lines = [f"rank {call.rank} on {call.host}: {call.text} (resilience.hang_timeout_seconds)."]
         if roll is None and self.roll_call is not None:
@@ -130,19 +136,22 @@ class Watchdog:
             lines += ["Where the ranks are, those to look at first:", *(f"  {line}" for line in roll.lines())]
             lines += [f"Traces of the last collectives: {self._trace_folder}"]
         self.launch.report(HangError("\n".join(lines)))
+        # Last and not waited for long: what stands still may be the file system.
+        dump = threading.Thread(target=self._dump_flight_recorder, daemon=True)
+        dump.start()
+        dump.join(_DUMP_SECONDS)
         os._exit(HangError.exit_status)
 
     def _dump_flight_recorder(self) -> None:
-        """The last collectives of this rank, for `torchfrtrace`, which comes with torch."""
+        """Write the last collectives of this rank as torch recorded them."""
         if self.roll_call is None:
             return
         try:
             self._trace_folder.mkdir(parents=True, exist_ok=True)
-            for name in _RECORDERS:
-                dump = getattr(torch._C._distributed_c10d, name, None)
+            for function, arguments, name in _RECORDERS:
+                dump = getattr(torch._C._distributed_c10d, function, None)
                 if dump is not None:
-                    path = self._trace_folder / f"{name.removeprefix('_dump_')}_{self.launch.rank}"
-                    path.write_bytes(dump(includeStackTraces=False))  # looking up their symbols takes minutes
+                    (self._trace_folder / name.format(rank=self.launch.rank)).write_bytes(dump(**arguments))
         except OSError as error:
             self.launch.say(f"the traces of the last collectives cannot be written: {error}")
 

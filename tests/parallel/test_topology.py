@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -35,6 +36,18 @@ def test_one_process_needs_no_launcher(no_launcher: None) -> None:
     finally:
         shutdown_distributed()
     assert not dist.is_initialized()
+
+
+def test_all_groups_have_the_time_limit(no_launcher: None) -> None:
+    """megatron-core would give its groups one of its own."""
+    init_distributed(timeout_seconds=2100.0)
+    try:
+        topology = build_topology(ParallelConfig(), timeout_seconds=2100.0)
+        for group in (dist.group.WORLD, topology.pg.tp, topology.pg.pp, topology.pg.dp, topology.tp_dp_group):
+            assert group is not None
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(minutes=35)
+    finally:
+        shutdown_distributed()
 
 
 def test_half_a_launcher_is_refused(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:

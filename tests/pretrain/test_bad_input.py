@@ -244,6 +244,7 @@ def test_full_disk_while_logging(config: Path, small_disk: Path, tensorboard: st
         config, small_disk / "run", "checkpoint.every=20", f"logging.tensorboard={tensorboard}", processes=2
     )
     assert outcome.status != 0
+    assert "Exception in thread" not in outcome.output  # of one that writes for TensorBoard
     for rank in (0, 1):
         lines = [line for line in outcome.output.splitlines() if line.startswith(f"[rank {rank}] RunDirError")]
         assert len(lines) == 1

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -122,9 +122,13 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> NoReturn:
 
 
 def main() -> None:
-    """Run all cases at once; prints {name: [end of each rank]}."""
+    """Run all cases at once; prints the end of each rank of each case, and the traces that they left."""
     torch.set_num_threads(1)
-    root = Path(tempfile.mkdtemp())
+    with tempfile.TemporaryDirectory() as root:
+        json.dump(_run_cases(Path(root)), sys.stdout)
+
+
+def _run_cases(root: Path) -> dict[str, Any]:
     start = time.monotonic()
     alive: dict[int, tuple[Case, int]] = {}
     ends: dict[str, dict[int, End]] = {case.name: {} for case in CASES}
@@ -156,11 +160,13 @@ def main() -> None:
         if seconds > LIMIT_SECONDS:
             signal_all(list(alive), signal.SIGKILL)
         time.sleep(0.05)
-    traces = {case.name: sorted(p.name for p in (root / case.name).glob("collective_traces/*")) for case in CASES}
-    json.dump(
-        {"ends": {name: [asdict(of[rank]) for rank in sorted(of)] for name, of in ends.items()}, "traces": traces},
-        sys.stdout,
-    )
+    return {
+        "ends": {name: [asdict(of[rank]) for rank in sorted(of)] for name, of in ends.items()},
+        "traces": {
+            case.name: {path.name: path.read_text() for path in (root / case.name).glob("collective_traces/*")}
+            for case in CASES
+        },
+    }
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:

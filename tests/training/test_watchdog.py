@@ -132,8 +132,13 @@ def test_a_rank_that_cannot_even_report_is_named(ends: dict[str, list[End]], cul
 
 
 def test_the_last_collectives_are_kept(report: dict[str, Any]) -> None:
-    assert report["traces"]["stuck-1"] == ["fr_trace_0", "fr_trace_1", "fr_trace_2"]
-    assert report["traces"]["bug-1"] == []
+    traces = report["traces"]["stuck-1"]
+    assert sorted(traces) == ["trace_0.json", "trace_1.json", "trace_2.json"]
+    for rank in range(3):
+        last = json.loads(traces[f"trace_{rank}.json"])["entries"][-1]
+        assert last["profiling_name"] == "gloo:all_reduce"
+        assert last["collective_seq_id"] == (2 if rank == 1 else 3)
+    assert report["traces"]["bug-1"] == {}
 
 
 def test_a_suspended_run_has_not_stood_still(ends: dict[str, list[End]]) -> None:

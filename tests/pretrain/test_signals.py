@@ -1,0 +1,157 @@
+"""Whole runs of two ranks that are asked to stop: when, who is asked, by which signal; and where and how they stop.
+
+docs/faults.md has the same table for readers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pretrain.ranked_run import LIMIT_SECONDS, RankedRun, fork_ranks, listens_to, spawn_ranks
+from tests.pretrain.runs import pretrain, records, steps, write_config
+from tests.pretrain.test_pretrain import assert_same_records
+
+pytestmark = [pytest.mark.training, pytest.mark.distributed]
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A run of 12 steps that validates every 5 steps, for longer than its steps take."""
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "seed": 7},
+        "evaluation": {"every": 5, "batches": 30, "extra_passes": 0},
+    }
+    return write_config(tmp_path_factory.mktemp("config") / "signals.yaml", data, changes)
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of a run that nobody stops."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    pretrain(config, run_dir).check()
+    return records(run_dir)
+
+
+# A moment waits for it and sends the signal; it returns the steps after which the run may stop (None: no checkpoint).
+Moment = Callable[[RankedRun, Path, Callable[[], None]], range | None]
+
+
+def _start_up(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> None:
+    """While the ranks import torch."""
+    run.wait_until(lambda: len(run.ranks()) == 2 and all(listens_to(pid, signal.SIGUSR1) for pid in run.ranks()))
+    send()
+    assert "step 0 of" not in run.output
+
+
+def _first_validation(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> None:
+    run.wait_for_line(f"step 0 of {STEPS}")
+    send()
+
+
+def _step(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
+    run.wait_for_line(f"step 2/{STEPS}")
+    send()
+    return range(2, STEPS)
+
+
+def _validation(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
+    run.wait_for_line(f"step 5/{STEPS}")
+    send()
+    return range(5, 6)
+
+
+def _save(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
+    """While rank 0 is stopped with a checkpoint half written: it is looked at again after it has been stopped."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        run.wait_until(lambda: _unfinished(run_dir) is not None)
+        rank = run.ranks()[0]
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.05)
+        caught = _unfinished(run_dir)
+        if caught is not None:
+            send()
+        os.kill(rank, signal.SIGCONT)
+        if caught is not None:
+            return range(caught, caught + 1)
+    raise AssertionError(f"no save was caught:\n{run.output[-3000:]}")
+
+
+def _unfinished(run_dir: Path) -> int | None:
+    """The step whose checkpoint is being written."""
+    folder = run_dir / "checkpoints"
+    steps = [path.stem.removeprefix("step_") for path in folder.glob("step_*.tmp")]
+    return next((int(step) for step in steps if not (folder / f"step_{step}").exists()), None)
+
+
+MOMENTS: dict[str, Moment] = {
+    "start-up": _start_up,
+    "first validation": _first_validation,
+    "step": _step,
+    "validation": _validation,
+    "save": _save,
+}
+RECEIVERS = ("one", "all", "launcher")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+IN_MAKE_TEST = {("start-up", "all"), ("validation", "one"), ("save", "launcher")}
+
+
+def _cases() -> list[Any]:
+    """Every moment with every receiver; the signals take turns."""
+    cases = []
+    for row, moment in enumerate(MOMENTS):
+        for column, receiver in enumerate(RECEIVERS):
+            marks = [] if (moment, receiver) in IN_MAKE_TEST else [pytest.mark.slow]
+            number = SIGNALS[(2 * row + column + 1) % len(SIGNALS)]
+            cases.append(pytest.param(moment, receiver, number, marks=marks, id=f"{moment}-{receiver}-{number.name}"))
+    return cases
+
+
+@pytest.mark.parametrize(("moment", "receiver", "number"), _cases())
+def test_a_signal_stops_all_ranks_after_one_step(
+    config: Path,
+    straight: list[dict[str, Any]],
+    tmp_path: Path,
+    moment: str,
+    receiver: str,
+    number: signal.Signals,
+) -> None:
+    run_dir, by_torchrun = tmp_path / "run", receiver == "launcher"
+    every = ["checkpoint.every=1"] if moment == "save" else []
+    if by_torchrun or moment == "start-up":
+        start = spawn_ranks(config, run_dir, *every, by_torchrun=by_torchrun)
+    else:
+        start = fork_ranks(config, run_dir, *every)
+    with start as run:
+        expected = MOMENTS[moment](run, run_dir, lambda: run.send(number, to=receiver))
+        statuses, output = run.finish(), run.output
+    assert "PeerError" not in output
+    if by_torchrun:
+        assert statuses != [0], output  # torchrun's own
+    else:
+        assert statuses == [128 + number] * 2, output
+        assert "Traceback" not in output
+    if expected is None:
+        assert f"{number.name}: the run stops before its first step" in output
+        assert not (run_dir / "checkpoints" / "latest").exists()
+        assert records(run_dir) == []
+    else:
+        last = steps(run_dir)[-1]["step"]
+        assert last in expected
+        assert f"{number.name}: the run stops after step {last}" in output
+        assert (run_dir / "checkpoints" / "latest").read_text().strip() == f"step_{last:08d}"
+        validated = [record["step"] for record in records(run_dir) if record.get("kind") == "validation"]
+        before, also_this = ([step for step in (0, 5, 10) if step < end] for end in (last, last + 1))
+        # In `step` the signal may come to the validation as well, and to the end of it.
+        assert validated in {"validation": [before], "save": [also_this], "step": [before, also_this]}[moment]
+    pretrain(config, run_dir).check()
+    assert_same_records(records(run_dir), straight)
