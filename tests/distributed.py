@@ -20,7 +20,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     """Results of `fn(rank, *args)` on `world_size` gloo ranks, in rank order.
 
     `fn` is a module-level function; arguments and results are pickled. An exception in a rank fails the caller with the
-    trace of that rank.
+    trace of that rank. Ranks have the environment variables that the first call of the session found.
     """
     # Ranks are forked from a server that has done the imports, which take longer than most tests.
     context = mp.get_context("forkserver")
