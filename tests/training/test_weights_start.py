@@ -121,3 +121,22 @@ def test_what_the_weights_mean_may_not_change(topology, data: Path, tmp_path: Pa
     config = replace(config, feedback=replace(config.feedback, fusion="glu"))
     with trainer_of(config, topology, "model.norm_eps") as trainer:
         assert trainer.counters.step == 0
+
+
+def test_feedback_for_a_model_without(topology, data: Path, tmp_path: Path) -> None:
+    """The fusion, which the weights lack, has its initial values."""
+    train(tiny_run(tmp_path / "first", data, steps=1, fusion="none"), topology)
+    source = weights_of(tmp_path / "first", tmp_path / "weights")
+    config = tiny_run(tmp_path / "second", data, steps=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, load=str(source)))
+    with pytest.raises(ConfigError, match=r"feedback\.fusion=\"glu\""), trainer_of(config, topology):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"feedback\.fusoin: unknown key"),
+        trainer_of(config, topology, "feedback.fusoin"),
+    ):
+        pass
+    with trainer_of(config, topology, "feedback.fusion") as trainer:
+        fusion = dict(trainer.model.named_parameters())["fusion.w_u.weight"]
+        assert float(fusion.std()) == pytest.approx(config.model.init_std, rel=0.2)
+    assert "with their initial values: fusion.w_g.weight" in (tmp_path / "second" / "log.txt").read_text()
