@@ -95,7 +95,7 @@ def test_every_step_equals_a_recurrence_without_cache(pair, case: str, mode: Dec
 
 @pytest.mark.parametrize(("case", "mode"), DECODINGS)
 def test_a_batch_is_its_rows(pair, case: str, mode: DecodeMode) -> None:
-    """20 greedy tokens of prompts of 1 to 11 tokens, around the windows, and logits of given tokens."""
+    """20 greedy tokens of prompts shorter and longer than the windows, and logits of given tokens."""
     prompts, decoder = random_prompts(4, 1, 11, 2, 11, seed=2), pair(case).exact_decoder(mode)
     assert greedy(decoder, prompts, 20) == [greedy(decoder, [prompt], 20)[0] for prompt in prompts]
     given = random_prompts(12, 12, 12, 12, 12, seed=3)
