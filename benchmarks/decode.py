@@ -1,8 +1,8 @@
 """Cost of decoding with feedback, and the speed of decoding beside `transformers`.
 
-Measured with random weights in the shape of configs/fbt_125m.yaml, fp32, one request: the time of one token in modes soft
-and fused over that in standard; the time of two prefill passes over one; and tokens per second, greedy, prompt included,
-over `generate` of the stock Qwen3 of the same shape, which has neither gates nor norms behind the branches.
+Measured with random weights in the shape of configs/fbt_125m.yaml, fp32, one request: the time of one token in modes
+soft and fused over that in standard; the time of two prefill passes over one; and tokens per second, greedy, prompt
+included, over `generate` of the stock Qwen3 of the same shape, which has neither gates nor norms behind the branches.
 Time is processor time on a CPU and wall-clock time on a GPU.
 
   python benchmarks/decode.py [--repetitions N] [--json]

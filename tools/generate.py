@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     except FBTError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print()
+        return 128 + signal.SIGINT
 
 
 def run(arguments: argparse.Namespace) -> int:

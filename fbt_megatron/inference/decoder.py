@@ -108,10 +108,12 @@ class Decoder:
         return self.model.logits(state.hidden)
 
     @torch.inference_mode()
-    def run_passes(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 0) -> tuple[Tensor, KVCache]:
+    def run_passes(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None = None
+    ) -> tuple[Tensor, KVCache]:
         """Top states [B, S, H] of the last pass over the prompts, each at the end of its row, and the cache of it.
 
-        Raises as `prefill` does.
+        Without `max_new_tokens` nothing can follow, and the cache keeps nothing. Raises as `prefill` does.
         """
         check_tokens(self.model, prompts)
         tokens, starts = self._padded(prompts)
@@ -119,8 +121,13 @@ class Decoder:
         slots = torch.arange(tokens.shape[1], device=starts.device)
         plain = (slots <= starts[:, None]).unsqueeze(-1)
         stack_input = plain_input
-        capacity = tokens.shape[1] + max_new_tokens
-        cache = KVCache(self.model.config, starts=starts, capacity=capacity, dtype=self.model.dtype)
+        cache = KVCache(
+            self.model.config,
+            starts=starts,
+            capacity=tokens.shape[1] + (max_new_tokens or 0),
+            dtype=self.model.dtype,
+            keeps=max_new_tokens is not None,
+        )
         hidden = self.model.forward(plain_input, cache)
         for _ in range(1, self.mode.prefill_passes):
             before = hidden.roll(1, dims=1)  # what comes round to the first place is not used: that one is plain

@@ -152,7 +152,15 @@ def test_windowed_layers_keep_no_more_than_their_window(pair) -> None:
         assert state.cache.num_bytes == slot * (3 + (10 + new_tokens) + 3)
         for _ in range(new_tokens):
             decoder.step(state, torch.tensor([1]))
+        assert state.cache.length == 10 + new_tokens
         assert state.cache.num_bytes == slot * (3 + (10 + new_tokens) + 3)
+
+
+def test_a_forward_that_nothing_follows_keeps_nothing(pair) -> None:
+    hidden, cache = pair("glu").decoder(MODES[2]).run_passes([[5] * 10])
+    assert cache.num_bytes == 0
+    state = pair("glu").decoder(MODES[2]).prefill([[5] * 10], max_new_tokens=0)
+    assert torch.equal(state.hidden, hidden[:, -1])
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -152,22 +153,46 @@ def test_the_tool_reads_prompts(trained: Trained, tmp_path: Path, capsys: pytest
     assert [line["prompt"] for line in found] == ["a", "b"]
 
 
+def _next_line(typed: Iterator[str]) -> str:
+    for line in typed:
+        return line
+    raise EOFError
+
+
 def test_the_tool_answers_lines(
     trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = iter(["x", "", "y" * 40, "z"])
 
-    def read_line(prompt: str) -> str:
-        for line in typed:
-            return line
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", read_line)
+    monkeypatch.setattr("builtins.input", lambda prompt: _next_line(typed))
     assert generate.main([str(trained.run), "--interactive", "--max-tokens", "3", "--ignore-eos"]) == 0
     captured = capsys.readouterr()
     assert "prompt 1 has 40 tokens" in captured.err
     expected = lines_of(capsys, trained.run, "--prompt", "z", "--max-tokens", 3, "--ignore-eos")[0]["text"]
     assert captured.out.endswith(f"{expected}\n\n")
+
+
+def test_the_tool_chats(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second prompt holds the first answer, in the form of the tokenizer's template."""
+    for path in trained.exported.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    typed = iter(["x", "y"])
+    monkeypatch.setattr("builtins.input", lambda prompt: _next_line(typed))
+    assert generate.main([str(tmp_path), "--chat", "--mode", "soft", "--max-tokens", "3", "--ignore-eos"]) == 0
+    output = capsys.readouterr().out
+
+    def continued(prompt: str) -> str:
+        options = ["--mode", "soft", "--max-tokens", 3, "--ignore-eos"]
+        return lines_of(capsys, trained.run, "--prompt", prompt, *options)[0]["text"]
+
+    first = continued("ux:")
+    assert output == f"{first}\n{continued(f'uxa{first}uy:')}\n\n"
 
 
 @pytest.mark.parametrize(
