@@ -36,7 +36,7 @@ def main() -> int:
     """Run the benchmark; returns the exit status."""
     arguments = parse_arguments(__doc__, repetitions=40)
     config = load_config(_CONFIG).model
-    prompt_length, text_length = 512, 32
+    prompt_length, text_length = 256, 32
     if arguments.quick:
         config = replace(config, num_layers=2, hidden_size=64, ffn_hidden_size=128, vocab_size=512, sliding_window=8)
         prompt_length, text_length = 32, 8
