@@ -28,7 +28,7 @@ from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.model import DecoderModel, Targets
 
 _CONFIG = Path(__file__).parents[1] / "configs" / "fbt_125m.yaml"
-_ROUNDS_PER_SEQUENCE = 8
+_ROUNDS_PER_SEQUENCE = 5
 """Rounds of single tokens for each round of whole prompts and texts."""
 
 

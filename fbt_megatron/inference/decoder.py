@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -35,19 +35,21 @@ class DecodeMode:
     name: ModeName
     prefill_passes: int
 
+    def __post_init__(self) -> None:
+        if self.name not in MODES:
+            raise DecodeError(f"mode={self.name}: must be one of {', '.join(MODES)}.")
+        if self.name == "fused" and self.prefill_passes < 2:
+            raise DecodeError(
+                f"prefill passes={self.prefill_passes}: fused takes at least 2; with one pass it is mode soft."
+            )
+        if self.name != "fused" and self.prefill_passes != 1:
+            raise DecodeError(f"prefill passes={self.prefill_passes}: mode {self.name} takes one pass. Use mode fused.")
+
     @classmethod
     def of(cls, name: str, *, prefill_passes: int | None = None) -> DecodeMode:
         """The mode `name`; raises DecodeError where there is no such mode, or not with so many passes."""
-        if name not in MODES:
-            raise DecodeError(f"mode={name}: must be one of {', '.join(MODES)}.")
-        if name == "fused":
-            passes = FUSED_PASSES if prefill_passes is None else prefill_passes
-            if passes < 2:
-                raise DecodeError(f"prefill passes={passes}: fused takes at least 2; with one pass it is mode soft.")
-            return cls("fused", passes)
-        if prefill_passes not in (None, 1):
-            raise DecodeError(f"prefill passes={prefill_passes}: mode {name} takes one pass. Use mode fused.")
-        return cls("soft" if name == "soft" else "standard", 1)
+        passes = (FUSED_PASSES if name == "fused" else 1) if prefill_passes is None else prefill_passes
+        return cls(cast(ModeName, name), passes)
 
     @property
     def feedback(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
 from fbt_megatron.errors import CheckpointError
+from fbt_megatron.hf.export import note_untrained_feedback
 from fbt_megatron.hf.folder import CONFIG_FILE
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
@@ -26,7 +27,6 @@ from fbt_megatron.hf.tokenizer_files import (
     tokenizer_files,
 )
 from fbt_megatron.inference.model import DecoderModel, Targets
-from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.planner import logical_tensors
 
 _PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -87,7 +87,7 @@ def load_model(
     config = weights.config
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = _tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
-    _note_untrained_feedback(config, weights.manifest.step, log)
+    note_untrained_feedback(config, weights.manifest.step, log)
     model = DecoderModel(
         config.model,
         config.feedback.fusion,
@@ -149,11 +149,3 @@ def _read_exported(stored: StoredTensors, folder: Path, targets: Targets) -> Non
                 f"{list(target.shape)}. Copy or export the model again."
             )
         target.copy_(stored.read(exported))
-
-
-def _note_untrained_feedback(config: RunConfig, step: int, log: Callable[[str], None]) -> None:
-    """Steps with several passes usually come late; before them the matrices of the fusion are as they were drawn."""
-    schedule = build_pass_schedule(config.feedback, steps=config.train.steps, seed=config.train.seed)
-    feedback_passes = schedule.passes_after(0) - schedule.passes_after(step) - step
-    if config.feedback.fusion != "none" and not feedback_passes:
-        log(f"note: up to step {step} this run has trained without feedback; modes soft and fused mean nothing yet.")

@@ -26,18 +26,18 @@ PROMPT = "def f(x):"
 
 
 class Trained:
-    """A run of two steps with feedback, and one without."""
+    """A run of two steps with feedback, one without a fusion, and one before its first step with feedback."""
 
     def __init__(self, folder: Path, topology: ParallelTopology) -> None:
         data = write_data(folder / "data")
-        self.run, self.plain_run = folder / "run", folder / "plain"
+        self.run, self.plain_run, self.early_run = folder / "run", folder / "plain", folder / "early"
         config = tiny_run(self.run, data, mix={2: 1.0}, steps=2)
         with open_trainer(config, topology, allowed_changes=[]) as trainer:
             trainer.train(StopSignal())
             self.weights = whole_tensors(trainer.model)
-        plain = tiny_run(self.plain_run, data, steps=1, fusion="none")
-        with open_trainer(plain, topology, allowed_changes=[]) as trainer:
-            trainer.train(StopSignal())
+        for other in (tiny_run(self.plain_run, data, steps=1, fusion="none"), tiny_run(self.early_run, data, steps=1)):
+            with open_trainer(other, topology, allowed_changes=[]) as trainer:
+                trainer.train(StopSignal())
         self.exported = folder / "exported"
         export_checkpoint(self.run, self.exported, dtype="float32")
 
@@ -79,6 +79,14 @@ def test_the_computing_type(trained: Trained) -> None:
     loaded = load_model(trained.run, dtype="bfloat16")
     assert loaded.model.dtype == torch.bfloat16
     torch.testing.assert_close(fused_logits(loaded), fused_logits(load_model(trained.run)), rtol=0.1, atol=0.1)
+
+
+def test_feedback_that_has_not_been_trained_is_noted(trained: Trained) -> None:
+    for source, expected in [(trained.run, []), (trained.plain_run, []), (trained.early_run, ["up to step 1"])]:
+        notes: list[str] = []
+        load_model(source, log=notes.append)
+        assert len(notes) == len(expected)
+        assert all(part in note for part, note in zip(expected, notes, strict=True))
 
 
 def test_sources_that_are_no_model(trained: Trained, tmp_path: Path) -> None:
