@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG := configs/quickstart.yaml
 DATA := quickstart_data
+PROMPT := def read_file(path):
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev data pretrain tensorboard test-fast test test-all lint bench clean
+.PHONY: help setup setup-dev data pretrain generate tensorboard test-fast test test-all lint bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
@@ -37,6 +38,9 @@ data: $(DATA)/validation/dataset.json ## Quickstart tokenizer and shards: the Py
 
 pretrain: setup data ## Train the quickstart model (minutes on two CPU cores); repeat to resume
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
+
+generate: setup ## Continue a line of code with the quickstart model, in the three decode modes side by side
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/generate.py runs/quickstart --prompt "$(PROMPT)" --max-tokens 60 --repetition-penalty 1.2 --compare
 
 tensorboard: setup ## Serve the curves of the runs folder
 	$(BIN)/tensorboard --logdir runs

@@ -25,9 +25,9 @@ LAYERS = {
     "checkpoint": 4,
     "planner": 4,
     "rank_plan": 4,
-    "inference": 5,
     "evaluation": 5,
     "hf": 5,
+    "inference": 6,
     "training": 6,
 }
 

@@ -68,7 +68,7 @@ def export_checkpoint(
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = find_tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
     if kind == "fbt":
-        _note_untrained_feedback(config, weights.manifest.step, log)
+        note_untrained_feedback(config, weights.manifest.step, log)
         content = _fbt_folder(weights, config, dtype)
     else:
         content = plain_folder(weights, config, dtype, kind)
@@ -100,7 +100,7 @@ def _fbt_folder(weights: StoredWeights, config: RunConfig, dtype: str) -> ModelF
     )
 
 
-def _note_untrained_feedback(config: RunConfig, step: int, log: Callable[[str], None]) -> None:
+def note_untrained_feedback(config: RunConfig, step: int, log: Callable[[str], None]) -> None:
     """The steps with several passes usually come late: a model from before them has feedback weights as drawn."""
     if config.feedback.fusion == "none":
         return

@@ -486,11 +486,13 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
         mode that the model cannot do, and in `soft` and `fused` for what would not know where the prompt ends.
         """
         own = FBTCache(self.config, feedback_mode, prefill_passes)
+        given = kwargs.pop("past_key_values", None)
+        given = kwargs.pop("cache", given)
         if feedback_mode != "standard":
             self._check_options(generation_config or self.generation_config, args, kwargs)
-            given = kwargs.pop("past_key_values", None)
-            given = kwargs.pop("cache", given)
-            kwargs[_CACHE_NAME] = own if given is None else _same_mode(given, own)
+            given = own if given is None else _same_mode(given, own)
+        if given is not None:
+            kwargs[_CACHE_NAME] = given
         return super().generate(inputs, generation_config, *args, **kwargs)
 
     def _check_options(self, config: GenerationConfig, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -35,14 +35,20 @@ class Forward:
 class KVCache:
     """The cache of all layers; `length` slots are in use."""
 
-    def __init__(self, model: ModelConfig, *, starts: Tensor, capacity: int, dtype: torch.dtype) -> None:
-        """An empty cache on the device of `starts` [B] int64, the first slot of each row; `capacity` slots at most."""
+    def __init__(
+        self, model: ModelConfig, *, starts: Tensor, capacity: int, dtype: torch.dtype, keeps: bool = True
+    ) -> None:
+        """An empty cache on the device of `starts` [B] int64, the first slot of each row; `capacity` slots at most.
+
+        With `keeps` false nothing is kept: for one forward without steps after it.
+        """
         self.model = model
         self.capacity = capacity
         self.dtype = dtype
         self.length = 0
         self._slots = [_num_slots(model, number, capacity) for number in range(1, model.num_layers + 1)]
-        rows, groups = len(starts), model.num_query_groups
+        self._keeps = keeps
+        rows, groups = len(starts) if keeps else 0, model.num_query_groups
         shapes = [(rows, groups, slots, model.head_dim) for slots in self._slots]
         self._keys = [torch.empty(shape, dtype=dtype, device=starts.device) for shape in shapes]
         self._values = [torch.empty(shape, dtype=dtype, device=starts.device) for shape in shapes]
@@ -70,7 +76,9 @@ class KVCache:
 
     def start_forward(self, num_tokens: int) -> Forward:
         """Places of the next `num_tokens` tokens; more than one need an empty cache."""
-        assert num_tokens == 1 or not self.length, "several tokens at once go into an empty cache only"
+        assert not self.length or (num_tokens == 1 and self._keeps), (
+            "only single tokens follow others, if these are kept"
+        )
         assert self.length + num_tokens <= self.capacity, "the cache is full"
         slots = torch.arange(self.length, self.length + num_tokens, device=self._starts.device)
         positions = (slots - self._starts[:, None]).clamp(min=0)
@@ -86,7 +94,8 @@ class KVCache:
         Keys and values of the new tokens are kept.
         """
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        self._store(layer, key, value, forward)
+        if self._keeps:
+            self._store(layer, key, value, forward)
         mask = forward.masks[self._slots[layer]]
         if not forward.start:
             heads = F.scaled_dot_product_attention(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -35,19 +35,21 @@ class DecodeMode:
     name: ModeName
     prefill_passes: int
 
+    def __post_init__(self) -> None:
+        if self.name not in MODES:
+            raise DecodeError(f"mode={self.name}: must be one of {', '.join(MODES)}.")
+        if self.name == "fused" and self.prefill_passes < 2:
+            raise DecodeError(
+                f"prefill passes={self.prefill_passes}: fused takes at least 2; with one pass it is mode soft."
+            )
+        if self.name != "fused" and self.prefill_passes != 1:
+            raise DecodeError(f"prefill passes={self.prefill_passes}: mode {self.name} takes one pass. Use mode fused.")
+
     @classmethod
     def of(cls, name: str, *, prefill_passes: int | None = None) -> DecodeMode:
         """The mode `name`; raises DecodeError where there is no such mode, or not with so many passes."""
-        if name not in MODES:
-            raise DecodeError(f"mode={name}: must be one of {', '.join(MODES)}.")
-        if name == "fused":
-            passes = FUSED_PASSES if prefill_passes is None else prefill_passes
-            if passes < 2:
-                raise DecodeError(f"prefill passes={passes}: fused takes at least 2; with one pass it is mode soft.")
-            return cls("fused", passes)
-        if prefill_passes not in (None, 1):
-            raise DecodeError(f"prefill passes={prefill_passes}: mode {name} takes one pass. Use mode fused.")
-        return cls("soft" if name == "soft" else "standard", 1)
+        passes = (FUSED_PASSES if name == "fused" else 1) if prefill_passes is None else prefill_passes
+        return cls(cast(ModeName, name), passes)
 
     @property
     def feedback(self) -> bool:
@@ -108,10 +110,12 @@ class Decoder:
         return self.model.logits(state.hidden)
 
     @torch.inference_mode()
-    def run_passes(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int = 0) -> tuple[Tensor, KVCache]:
+    def run_passes(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None = None
+    ) -> tuple[Tensor, KVCache]:
         """Top states [B, S, H] of the last pass over the prompts, each at the end of its row, and the cache of it.
 
-        Raises as `prefill` does.
+        Without `max_new_tokens` nothing can follow, and the cache keeps nothing. Raises as `prefill` does.
         """
         check_tokens(self.model, prompts)
         tokens, starts = self._padded(prompts)
@@ -119,8 +123,13 @@ class Decoder:
         slots = torch.arange(tokens.shape[1], device=starts.device)
         plain = (slots <= starts[:, None]).unsqueeze(-1)
         stack_input = plain_input
-        capacity = tokens.shape[1] + max_new_tokens
-        cache = KVCache(self.model.config, starts=starts, capacity=capacity, dtype=self.model.dtype)
+        cache = KVCache(
+            self.model.config,
+            starts=starts,
+            capacity=tokens.shape[1] + (max_new_tokens or 0),
+            dtype=self.model.dtype,
+            keeps=max_new_tokens is not None,
+        )
         hidden = self.model.forward(plain_input, cache)
         for _ in range(1, self.mode.prefill_passes):
             before = hidden.roll(1, dims=1)  # what comes round to the first place is not used: that one is plain

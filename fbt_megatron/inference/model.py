@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch import Tensor
 from fbt_megatron.config.schema import ModelConfig
 from fbt_megatron.inference.cache import Forward, KVCache
 
-FusionName = Literal["glu", "concat", "add", "none"]
 Targets: TypeAlias = dict[str, Tensor]
 """Canonical name of each logical tensor -> where its values go."""
 
@@ -33,13 +32,16 @@ class DecoderModel:
     def __init__(
         self,
         config: ModelConfig,
-        fusion: FusionName,
+        fusion: str,
         *,
         read: Callable[[Targets], None],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the weights in `dtype` on `device`; `read` fills every one of the targets it is given."""
+        """Allocate the weights in `dtype` on `device`; `read` fills every one of the targets it is given.
+
+        `fusion` is a value of `feedback.fusion`.
+        """
         self.config = config
         self.fusion = fusion
         self.dtype = dtype

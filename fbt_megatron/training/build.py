@@ -130,19 +130,18 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, config: R
     if start is None:
         return Counters()
     path, manifest = start
+    fresh = new_feedback_tensors(config, manifest)
+    load_tensors(path, engine, fresh=fresh, weights_only=manifest.contents == WEIGHTS)
+    if fresh:
+        console.line(f"not in the checkpoint, so with their initial values: {', '.join(sorted(fresh))}")
     if manifest.contents == WEIGHTS:
-        load_tensors(path, engine, weights_only=True)
         console.line(f"weights from {path}, which holds nothing else: the run begins at step 0 with a fresh optimizer")
         return Counters()
-    fresh = new_feedback_tensors(config, manifest)
-    load_tensors(path, engine, fresh=fresh)
     engine.optimizer.load_counters(manifest.state["optimizer"])
     if path.parent == Path(config.train.run_dir) / CHECKPOINTS_NAME:
         console.line(f"resumed from {path}")
     else:
         console.line(f"branched off from {path}: {config.train.run_dir} goes on with step {manifest.step + 1}")
-    if fresh:
-        console.line(f"not in the checkpoint, so with their initial values: {', '.join(sorted(fresh))}")
     for name, version in software_versions().items():
         if manifest.versions.get(name) != version:
             console.line(

@@ -43,6 +43,9 @@ _FREE_KEYS = (
     "resilience.",
 )
 
+_NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")
+"""Keys of `model` that do not say what its weights mean."""
+
 
 def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path, Manifest] | None:
     """The checkpoint to go on from: the run's own newest, else that of `checkpoint.load`, else None. On all ranks.
@@ -76,9 +79,7 @@ def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str])
     keys whose change would alter the run, unless they are in `allowed`. A key that the checkpoint's configuration does
     not have yet counts with its default.
     """
-    unknown = [key for key in allowed if key not in known_keys(RunConfig)]
-    if unknown:
-        raise ConfigError("--allow-config-change", [f"{key}: unknown key." for key in unknown])
+    _check_known(allowed)
     written = _written_config(manifest)
     if config.train.steps < manifest.step:
         raise ConfigError(
@@ -99,12 +100,34 @@ def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str])
     return [f"{key} {show_value(old)} -> {show_value(new)}" for key, old, new in changed]
 
 
+def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
+    """`check_same_run` for a checkpoint of weights alone: only keys that say what the weights mean may not differ.
+
+    The length of rows is free, so that a model can go on with shorter or longer ones.
+    """
+    _check_known(allowed)
+    refused = [
+        f"{key}={show_value(new)}: the weights are of a model with {show_value(old)}. "
+        f"Set it to that, or allow it with --allow-config-change {key}."
+        for key, old, new in config_diff(_written_config(manifest), config)
+        if (key.startswith("model.") or key == "feedback.fusion") and key not in (*_NOT_IN_WEIGHTS, *allowed)
+    ]
+    if refused:
+        raise ConfigError("the configuration, against the weights that it starts from", refused)
+
+
 def new_feedback_tensors(config: RunConfig, manifest: Manifest) -> frozenset[str]:
     """Names of the tensors of feedback that the model has and that of the checkpoint had not, by its configuration."""
     written = _written_config(manifest)
     had = {tensor.name for tensor in logical_tensors(written.model, written.feedback)}
     has = [tensor.name for tensor in logical_tensors(config.model, config.feedback) if tensor.feedback]
     return frozenset(has).difference(had)
+
+
+def _check_known(allowed: list[str]) -> None:
+    unknown = [key for key in allowed if key not in known_keys(RunConfig)]
+    if unknown:
+        raise ConfigError("--allow-config-change", [f"{key}: unknown key." for key in unknown])
 
 
 def _written_config(manifest: Manifest) -> RunConfig:
@@ -125,25 +148,6 @@ def _problem(key: str, old: Any, new: Any, past: Sequence[PastDifference]) -> st
             remedies.append(f"go on from a checkpoint of step {difference.step - 1} or before in another train.run_dir")
     remedy = f"{', '.join(remedies[:-1])}, or {remedies[-1]}."
     return f"{key}={show_value(new)}: the checkpoint was made with {show_value(old)}, and {reason} {remedy}"
-
-
-def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
-    """`check_same_run` for a checkpoint of weights alone: only keys that say what the weights mean may not differ.
-
-    The length of rows is free, so that a model can go on with shorter or longer ones.
-    """
-    written = parse_config(manifest.config, source="the configuration in the checkpoint of weights", check_rules=False)
-    refused = [
-        f"{key}={show_value(new)}: the weights are of a model with {show_value(old)}. "
-        f"Set it to that, or allow it with --allow-config-change {key}."
-        for key, old, new in config_diff(written, config)
-        if (key.startswith("model.") or key == "feedback.fusion") and key not in (*_NOT_IN_WEIGHTS, *allowed)
-    ]
-    if refused:
-        raise ConfigError("the configuration, against the weights that it starts from", refused)
-
-
-_NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")
 
 
 def _is_free(key: str) -> bool:

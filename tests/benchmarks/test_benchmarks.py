@@ -16,6 +16,11 @@ pytestmark = pytest.mark.training
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 RANGES = {
+    "decode": {
+        "soft / standard, time per token": (0.2, 10.0),
+        "fused / standard, prefill": (0.5, 20.0),
+        "here / transformers, tokens per second": (0.05, 100.0),
+    },
     "pass_cost": {"2 passes / 1 pass, memory": (1.5, 2.5), "3 passes / 1 pass, memory": (2.5, 3.5)},
     "recompute_memory": {
         "none, 3 passes / 1 pass": (2.5, 3.5),

@@ -95,7 +95,7 @@ def test_every_step_equals_a_recurrence_without_cache(pair, case: str, mode: Dec
 
 @pytest.mark.parametrize(("case", "mode"), DECODINGS)
 def test_a_batch_is_its_rows(pair, case: str, mode: DecodeMode) -> None:
-    """20 greedy tokens of prompts of 1 to 11 tokens, around the windows, and logits of given tokens."""
+    """20 greedy tokens of prompts shorter and longer than the windows, and logits of given tokens."""
     prompts, decoder = random_prompts(4, 1, 11, 2, 11, seed=2), pair(case).exact_decoder(mode)
     assert greedy(decoder, prompts, 20) == [greedy(decoder, [prompt], 20)[0] for prompt in prompts]
     given = random_prompts(12, 12, 12, 12, 12, seed=3)
@@ -152,7 +152,15 @@ def test_windowed_layers_keep_no_more_than_their_window(pair) -> None:
         assert state.cache.num_bytes == slot * (3 + (10 + new_tokens) + 3)
         for _ in range(new_tokens):
             decoder.step(state, torch.tensor([1]))
+        assert state.cache.length == 10 + new_tokens
         assert state.cache.num_bytes == slot * (3 + (10 + new_tokens) + 3)
+
+
+def test_a_forward_that_nothing_follows_keeps_nothing(pair) -> None:
+    hidden, cache = pair("glu").decoder(MODES[2]).run_passes([[5] * 10])
+    assert cache.num_bytes == 0
+    state = pair("glu").decoder(MODES[2]).prefill([[5] * 10], max_new_tokens=0)
+    assert torch.equal(state.hidden, hidden[:, -1])
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
