@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from fbt_megatron.checkpoint.manifest import RUN
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.hf.folder import DEFAULT_SHARD_BYTES, ModelFolder, write_folder
@@ -68,7 +69,8 @@ def export_checkpoint(
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = find_tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
     if kind == "fbt":
-        note_untrained_feedback(config, weights.manifest.step, log)
+        if weights.manifest.contents == RUN:
+            note_untrained_feedback(config, weights.manifest.step, log)
         content = _fbt_folder(weights, config, dtype)
     else:
         content = plain_folder(weights, config, dtype, kind)

@@ -35,6 +35,7 @@ from fbt_megatron.hf.tokenizer_files import (
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FOLDER,
+    read_json,
 )
 from fbt_megatron.model.initialization import draw_tensor
 from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect
@@ -42,6 +43,7 @@ from fbt_megatron.planner import logical_tensors
 
 FusionKind = Literal["glu", "concat", "add", "none"]
 
+CONFIG_NAME = "config.yaml"
 _PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _DERIVED = ".rotary_emb.inv_freq"
 _NAMED = 8
@@ -85,13 +87,18 @@ def import_model(
     own = exported_name if model_type == MODEL_TYPE else plain_name
     tensors = logical_tensors(config.model, config.feedback)
     fresh = [] if model_type == MODEL_TYPE else [tensor for tensor in tensors if tensor.feedback]
+    end_ids = read_json(source, GENERATION_FILE).get("eos_token_id", exported.get("eos_token_id"))
     with open_tensors(source) as stored:
         names = {own(tensor.name): tensor for tensor in tensors if tensor not in fresh}
-        _check_tensors(stored, names, source)
+        _check_tensors(stored, names, source, tied_head=config.model.tie_embeddings)
         values = {tensor.name: stored.read(name) for name, tensor in names.items()}
     values |= _draw(fresh, values["embedding.weight"], seed=seed, init_std=config.model.init_std)
     _save(out, config, tensors, values)
-    _copy_tokenizer(source, out / TOKENIZER_FOLDER, exported, log)
+    try:
+        save_config(config, out / CONFIG_NAME)
+        _copy_tokenizer(source, out / TOKENIZER_FOLDER, end_ids, log)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror or error}. Free the disk.") from None
     return ImportSummary(
         out=str(out),
         model_type=model_type,
@@ -135,9 +142,15 @@ def _run_config(exported: Mapping[str, Any], fusion: FusionKind | None, *, sourc
     )
 
 
-def _check_tensors(stored: StoredTensors, names: Mapping[str, LogicalTensor], source: Path) -> None:
-    """Raise CheckpointError unless the folder has exactly these tensors, in their shapes."""
+def _check_tensors(stored: StoredTensors, names: Mapping[str, LogicalTensor], source: Path, *, tied_head: bool) -> None:
+    """Raise CheckpointError unless the folder has exactly these tensors, in their shapes.
+
+    Some models come with a head beside the embedding that it is tied to; it must be the same.
+    """
     found = {name for name in stored.names if not name.endswith(_DERIVED)}
+    embedding, head = plain_name("embedding.weight"), plain_name("head.weight")
+    if tied_head and {embedding, head} <= found and torch.equal(stored.read(embedding), stored.read(head)):
+        found.remove(head)
     problems = []
     for what, wrong in (
         ("lacks", names.keys() - found),
@@ -174,7 +187,6 @@ def _save(out: Path, config: RunConfig, tensors: list[LogicalTensor], values: Ma
         manager = CheckpointManager(out / CHECKPOINTS_NAME, config=CheckpointConfig(), log=lambda line: None)
         manager.prepare()
         manager.save(manifest, shards)
-    save_config(config, out / "config.yaml")
 
 
 @contextmanager
@@ -190,7 +202,7 @@ def _one_process() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _copy_tokenizer(source: Path, folder: Path, exported: Mapping[str, Any], log: Callable[[str], None]) -> None:
+def _copy_tokenizer(source: Path, folder: Path, end_ids: Any, log: Callable[[str], None]) -> None:
     """Keep the tokenizer for a later export: its files, and the ids that end a text."""
     if not (source / TOKENIZER_FILE).is_file():
         log(f"note: {source} has no {TOKENIZER_FILE}, so the tokenizer is left out.")
@@ -199,8 +211,5 @@ def _copy_tokenizer(source: Path, folder: Path, exported: Mapping[str, Any], log
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    eos = exported.get("eos_token_id")
-    if (source / GENERATION_FILE).is_file():
-        eos = json.loads((source / GENERATION_FILE).read_text(encoding="utf-8")).get("eos_token_id", eos)
-    if eos is not None:
-        (folder / GENERATION_FILE).write_text(json.dumps({"eos_token_id": eos}) + "\n", encoding="utf-8")
+    if end_ids is not None:
+        (folder / GENERATION_FILE).write_text(json.dumps({"eos_token_id": end_ids}) + "\n", encoding="utf-8")

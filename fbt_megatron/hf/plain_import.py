@@ -33,6 +33,7 @@ _REQUIRED = {
     "seq_length": "max_position_embeddings",
 }
 _DEFAULT_THETA = 10000.0
+_ROPE_KEYS = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 
 
 def plain_model_config(exported: Mapping[str, Any], *, source: str) -> ModelConfig:
@@ -43,7 +44,11 @@ def plain_model_config(exported: Mapping[str, Any], *, source: str) -> ModelConf
     kind = exported.get("model_type")
     if kind not in PLAIN_TYPES:
         raise ConfigError(source, [f"model_type={kind!r}: must be fbt, {' or '.join(PLAIN_TYPES)}."])
-    problems = [f"{name} is missing." for name in _REQUIRED.values() if exported.get(name) is None]
+    problems = [
+        f"{name}={exported.get(name)!r}: must be a number."
+        for name in _REQUIRED.values()
+        if not _number(exported.get(name))
+    ]
     problems += list(_refused(exported))
     window, every = None, None
     if not problems and kind == "qwen3":
@@ -69,6 +74,10 @@ def plain_model_config(exported: Mapping[str, Any], *, source: str) -> ModelConf
     return checked_section(ModelConfig, values, "model", source=source)
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _rope(exported: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary parameters, where older and newer files have them."""
     older = {"rope_theta": exported["rope_theta"]} if exported.get("rope_theta") is not None else {}
@@ -82,6 +91,9 @@ def _refused(exported: Mapping[str, Any]) -> Iterator[str]:
             known = f"; known is {accepted[0]}" if accepted else ""
             yield f"{key}={value!r}: this project's model does not have that{known}."
     rope = _rope(exported)
+    unknown = [key for key, value in rope.items() if key not in _ROPE_KEYS and value is not None]
+    if unknown:
+        yield f"rope_parameters: {', '.join(unknown)}: this project's rotary embedding has a base only."
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         yield f"rope_parameters: rope_type={kind!r}: this project's rotary embedding is not scaled; known is default."

@@ -89,7 +89,7 @@ def _adds_bos(tokenizer: Tokenizer, folder: Path | None, described: tuple[str, D
     """As the training data was built; else as the tokenizer's files state, else the rule for new data."""
     if described is not None and described[1].tokenizer.fingerprint == tokenizer.fingerprint:
         return described[1].add_bos
-    stated = _json_file(folder, TOKENIZER_CONFIG_FILE).get("add_bos_token")
+    stated = read_json(folder, TOKENIZER_CONFIG_FILE).get("add_bos_token")
     return starts_with_bos(tokenizer, stated if isinstance(stated, bool) else None)
 
 
@@ -125,7 +125,7 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
 
     `AutoTokenizer` gives with them the ids of `encode`, after BOS where documents start with it, and no EOS.
     """
-    kept = _json_file(found.folder, TOKENIZER_CONFIG_FILE)
+    kept = read_json(found.folder, TOKENIZER_CONFIG_FILE)
     if isinstance(found.tokenizer, HuggingFaceTokenizer):
         definition, special = found.tokenizer.definition, found.tokenizer.special_tokens
     else:
@@ -153,7 +153,7 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
 def special_ids(found: ModelTokenizer, files: Mapping[str, str]) -> SpecialIds:
     """Ids of BOS, EOS and padding; several EOS where a `generation_config.json` beside the tokenizer names them."""
     tokenizer = found.tokenizer
-    stated = _json_file(found.folder, GENERATION_FILE).get("eos_token_id")
+    stated = read_json(found.folder, GENERATION_FILE).get("eos_token_id")
     eos = stated if isinstance(stated, int | list) else tokenizer.eos_id
     pad = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE]).token_to_id(
         json.loads(files[TOKENIZER_CONFIG_FILE])["pad_token"]
@@ -206,8 +206,8 @@ def _byte_character(byte: int) -> str:
     return chr(256 + sum(other not in printing for other in range(byte)))
 
 
-def _json_file(folder: Path | None, name: str) -> dict[str, Any]:
-    """The content of a JSON file that may be absent."""
+def read_json(folder: Path | None, name: str) -> dict[str, Any]:
+    """The content of a JSON file that may be absent; raises DataError where it cannot be read."""
     if folder is None or not (folder / name).is_file():
         return {}
     try:

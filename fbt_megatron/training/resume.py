@@ -103,14 +103,17 @@ def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str])
 def check_same_model(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> None:
     """`check_same_run` for a checkpoint of weights alone: only keys that say what the weights mean may not differ.
 
-    The length of rows is free, so that a model can go on with shorter or longer ones.
+    The length of rows is free, so that a model can go on with shorter or longer ones, and a model without feedback may
+    get a fusion.
     """
     _check_known(allowed)
+    written = _written_config(manifest)
+    free = [*_NOT_IN_WEIGHTS, *allowed, *(["feedback.fusion"] if written.feedback.fusion == "none" else [])]
     refused = [
         f"{key}={show_value(new)}: the weights are of a model with {show_value(old)}. "
         f"Set it to that, or allow it with --allow-config-change {key}."
-        for key, old, new in config_diff(_written_config(manifest), config)
-        if (key.startswith("model.") or key == "feedback.fusion") and key not in (*_NOT_IN_WEIGHTS, *allowed)
+        for key, old, new in config_diff(written, config)
+        if (key.startswith("model.") or key == "feedback.fusion") and key not in free
     ]
     if refused:
         raise ConfigError("the configuration, against the weights that it starts from", refused)

@@ -303,6 +303,8 @@ def test_wrong_arguments_of_forward(models: dict[str, Exported]) -> None:
         model(ids, num_passes=0)
     with pytest.raises(ValueError, match=r"must be \(1, 3\)"):
         model(ids, attention_mask=torch.ones(1, 2))
+    with pytest.raises(ValueError, match="StaticCache: this model takes a DynamicCache"):
+        models["bare"].generate([[1, 2, 3]], "standard", 2, cache_implementation="static")
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
     with pytest.raises(ValueError, match="attn_implementation='eager'"):

@@ -142,7 +142,9 @@ def test_a_stock_model_there_and_back(topology, tmp_path: Path) -> None:
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling="),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type='llama3'"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
-        ("llama", {"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ("llama", {"num_hidden_layers": None}, "num_hidden_layers=None: must be a number"),
+        ("llama", {"hidden_size": "24"}, "hidden_size='24': must be a number"),
+        ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "full_attention"),
         ("llama", {"head_dim": 7}, "model.head_dim=7"),
         ("llama", {"dtype": "float64"}, "dtype='float64'"),
         (
@@ -194,6 +196,20 @@ def test_folders_that_are_not_their_configuration(topology, tmp_path: Path) -> N
         import_model(tmp_path / "none", tmp_path / "again")
     with pytest.raises(ConfigError, match="Leave --fusion out"):
         import_model(tmp_path / "out", tmp_path / "again", fusion="glu")
+
+
+def test_a_tied_head_that_is_stored_as_well(topology, tmp_path: Path) -> None:
+    """It is taken where it is the embedding, and refused where it is not."""
+    stock_model("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    assert "lm_head.weight" not in tensors
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file)
+    import_model(tmp_path / "model", tmp_path / "run")
+    save_file({**tensors, "lm_head.weight": head + 1.0}, file)
+    with pytest.raises(CheckpointError, match=r"beside what its config\.json says, lm_head\.weight"):
+        import_model(tmp_path / "model", tmp_path / "run2")
 
 
 def test_the_tool(topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.pretrain.ranks import Ranks, free_port
+from tests.distributed import free_port
+from tests.pretrain.ranks import Ranks
 from tests.pretrain.runs import ROOT, command, environment
 
 LIMIT_SECONDS = 300.0

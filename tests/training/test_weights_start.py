@@ -138,5 +138,5 @@ def test_feedback_for_a_model_without(topology, data: Path, tmp_path: Path) -> N
         pass
     with trainer_of(config, topology, "feedback.fusion") as trainer:
         fusion = dict(trainer.model.named_parameters())["fusion.w_u.weight"]
-        assert float(fusion.std()) == pytest.approx(config.model.init_std, rel=0.2)
+        assert float(fusion.detach().std()) == pytest.approx(config.model.init_std, rel=0.2)
     assert "with their initial values: fusion.w_g.weight" in (tmp_path / "second" / "log.txt").read_text()
