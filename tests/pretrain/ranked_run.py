@@ -139,6 +139,15 @@ def spawn_ranks(
 
 def listens_to(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1]
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    return bool(_signal_mask(pid, "SigCgt") >> (number - 1) & 1)
+
+
+def awaits_signal(pid: int) -> bool:
+    """Whether a signal waits for a process that is stopped."""
+    return _signal_mask(pid, "ShdPnd") != 0
+
+
+def _signal_mask(pid: int, kind: str) -> int:
+    """Bit n - 1 is signal n."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith(f"{kind}:")).split()[1], 16)

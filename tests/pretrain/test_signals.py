@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.pretrain.ranked_run import LIMIT_SECONDS, RankedRun, fork_ranks, listens_to, spawn_ranks
+from tests.pretrain.ranked_run import RankedRun, awaits_signal, fork_ranks, listens_to, spawn_ranks
 from tests.pretrain.runs import pretrain, records, steps, write_config
 from tests.pretrain.test_pretrain import assert_same_records
 
@@ -42,55 +42,65 @@ def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dic
 
 
 # A moment waits for it and sends the signal; it returns the steps after which the run may stop (None: no checkpoint).
-Moment = Callable[[RankedRun, Path, Callable[[], None]], range | None]
+Send = Callable[[], None]
+Moment = Callable[[RankedRun, Path, Send], range | None]
 
 
-def _start_up(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> None:
+def _start_up(run: RankedRun, run_dir: Path, send: Send) -> None:
     """While the ranks import torch."""
     run.wait_until(lambda: len(run.ranks()) == 2 and all(listens_to(pid, signal.SIGUSR1) for pid in run.ranks()))
     send()
     assert "step 0 of" not in run.output
 
 
-def _first_validation(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> None:
+def _first_validation(run: RankedRun, run_dir: Path, send: Send) -> None:
     run.wait_for_line(f"step 0 of {STEPS}")
     send()
 
 
-def _step(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
+def _step(run: RankedRun, run_dir: Path, send: Send) -> range:
     run.wait_for_line(f"step 2/{STEPS}")
     send()
     return range(2, STEPS)
 
 
-def _validation(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
+def _validation(run: RankedRun, run_dir: Path, send: Send) -> range:
     run.wait_for_line(f"step 5/{STEPS}")
     send()
     return range(5, 6)
 
 
-def _save(run: RankedRun, run_dir: Path, send: Callable[[], None]) -> range:
-    """While rank 0 is stopped with a checkpoint half written: it is looked at again after it has been stopped."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        run.wait_until(lambda: _unfinished(run_dir) is not None)
-        rank = run.ranks()[0]
-        os.kill(rank, signal.SIGSTOP)
-        time.sleep(0.05)
-        caught = _unfinished(run_dir)
-        if caught is not None:
-            send()
+def _save(run: RankedRun, run_dir: Path, send: Send) -> range:
+    """While rank 0 is stopped with a checkpoint half written."""
+    run.wait_until(lambda: _stop_in_save(run, run_dir))
+    rank, step = run.ranks()[0], _unfinished(run_dir)
+    assert step is not None
+    send()
+    run.wait_until(lambda: awaits_signal(rank))  # torchrun may take its time to pass it on
+    os.kill(rank, signal.SIGCONT)
+    return range(step, step + 1)
+
+
+def _stop_in_save(run: RankedRun, run_dir: Path) -> bool:
+    """Stop rank 0 in a save; false, and it goes on, where the save was over by then."""
+    if _unfinished(run_dir) is None:
+        return False
+    rank = run.ranks()[0]
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(0.05)
+    if _unfinished(run_dir) is None:
         os.kill(rank, signal.SIGCONT)
-        if caught is not None:
-            return range(caught, caught + 1)
-    raise AssertionError(f"no save was caught:\n{run.output[-3000:]}")
+        return False
+    return True
 
 
 def _unfinished(run_dir: Path) -> int | None:
-    """The step whose checkpoint is being written."""
+    """The step whose checkpoint is being written; older folders of such a name are being removed."""
     folder = run_dir / "checkpoints"
-    steps = [path.stem.removeprefix("step_") for path in folder.glob("step_*.tmp")]
-    return next((int(step) for step in steps if not (folder / f"step_{step}").exists()), None)
+    latest = folder / "latest"
+    saved = int(latest.read_text().strip().removeprefix("step_")) if latest.exists() else 0
+    steps = [int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.tmp")]
+    return next((step for step in steps if step > saved), None)
 
 
 MOMENTS: dict[str, Moment] = {
