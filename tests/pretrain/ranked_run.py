@@ -85,11 +85,13 @@ class RankedRun:
 
 
 @contextmanager
-def fork_ranks(config: Path, run_dir: Path, *overrides: str, output: Path | None = None) -> Iterator[RankedRun]:
-    """Two ranks that have imported everything when they start; `output` is a file for what they print."""
+def fork_ranks(
+    config: Path, run_dir: Path, *overrides: str, processes: int = 2, output: Path | None = None
+) -> Iterator[RankedRun]:
+    """Ranks that have imported everything when they start; `output` is a file for what they print."""
     output = output or run_dir.with_suffix(".txt")
     output.touch()
-    ranks = Ranks(config, run_dir, *overrides, world_size=2, output=output)
+    ranks = Ranks(config, run_dir, *overrides, world_size=processes, output=output)
     try:
         by_pid = {process.pid: process for process in ranks.processes if process.pid is not None}
         yield RankedRun(list(by_pid), lambda pid: by_pid[pid].exitcode, output)

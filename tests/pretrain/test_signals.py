@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.pretrain.ranked_run import RankedRun, awaits_signal, fork_ranks, listens_to, spawn_ranks
-from tests.pretrain.runs import pretrain, records, steps, write_config
+from tests.pretrain.runs import records, steps, write_config
 from tests.pretrain.test_pretrain import assert_same_records
 
 pytestmark = [pytest.mark.training, pytest.mark.distributed]
@@ -37,8 +37,13 @@ def config(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 def straight(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The metrics of a run that nobody stops."""
     run_dir = tmp_path_factory.mktemp("straight")
-    pretrain(config, run_dir).check()
+    _run_to_the_end(config, run_dir)
     return records(run_dir)
+
+
+def _run_to_the_end(config: Path, run_dir: Path) -> None:
+    with fork_ranks(config, run_dir, processes=1) as run:
+        assert run.finish() == [0], run.output
 
 
 # A moment waits for it and sends the signal; it returns the steps after which the run may stop (None: no checkpoint).
@@ -163,5 +168,5 @@ def test_a_signal_stops_all_ranks_after_one_step(
         before, also_this = ([step for step in (0, 5, 10) if step < end] for end in (last, last + 1))
         # In `step` the signal may come to the validation as well, and to the end of it.
         assert validated in {"validation": [before], "save": [also_this], "step": [before, also_this]}[moment]
-    pretrain(config, run_dir).check()
+    _run_to_the_end(config, run_dir)
     assert_same_records(records(run_dir), straight)
