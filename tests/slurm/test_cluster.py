@@ -58,6 +58,44 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Compa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_mistake_is_no_crash(cluster: Cluster, config: Path, tmp_path: Path, launcher: str) -> None:
+    [job] = submit(cluster, tmp_path, config, "train.run_dir=run", "data.train=absent", launcher=launcher)
+    failed = job.wait("FAILED")
+    assert (failed["ExitCode"], failed["Restarts"]) == ("3:0", "0")
+    assert job.count("DataError: ") == 4  # of each rank
+    assert job.count("another start would end in the same way") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_crash_is_followed_by_another_start(
+    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
+) -> None:
+    [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
+    job.wait_for_steps(12)
+    os.kill(job.rank(3), signal.SIGKILL)
+    finished = job.wait("COMPLETED")
+    assert finished["Restarts"] == "1"
+    assert job.count("crashed; requeued (0 of 2") + job.count("crashed; requeued (1 of 2") == 1
+    assert compared(job.run_dir) == undisturbed
+
+
+@pytest.mark.slow
+def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) -> None:
+    overrides = ["train.run_dir=run-{array}", "train.seed={array}", "train.steps=20"]
+    jobs = submit(cluster, tmp_path, config, *overrides, launcher="torchrun", processes_per_node=1, array="1-2")
+    jobs[1].wait_for_steps(2)
+    with jobs[1].standing_still():
+        cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
+        jobs[1].wait_for_line("the time limit is near")
+    assert [job.wait("COMPLETED")["Restarts"] for job in jobs] == ["0", "1"]
+    runs = [compared(job.run_dir) for job in jobs]
+    assert [len(metrics) for metrics, _ in runs] == [20, 20]
+    assert runs[0][0] != runs[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_time_limit_and_a_lost_node_change_nothing(
     cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
 ) -> None:
@@ -91,41 +129,3 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
     assert again.wait("COMPLETED")["Restarts"] == "0"
     assert again.count("step 50 of 50") == 1
     assert compared(job.run_dir) == undisturbed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_a_crash_is_followed_by_another_start(
-    cluster: Cluster, config: Path, tmp_path: Path, undisturbed: Compared, launcher: str
-) -> None:
-    [job] = submit(cluster, tmp_path, config, "train.run_dir=run", *FOUR, launcher=launcher)
-    job.wait_for_steps(12)
-    os.kill(job.rank(3), signal.SIGKILL)
-    finished = job.wait("COMPLETED")
-    assert finished["Restarts"] == "1"
-    assert job.count("crashed; requeued (0 of 2") + job.count("crashed; requeued (1 of 2") == 1
-    assert compared(job.run_dir) == undisturbed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_a_mistake_is_not_tried_again(cluster: Cluster, config: Path, tmp_path: Path, launcher: str) -> None:
-    [job] = submit(cluster, tmp_path, config, "train.run_dir=run", "data.train=absent", launcher=launcher)
-    failed = job.wait("FAILED")
-    assert (failed["ExitCode"], failed["Restarts"]) == ("3:0", "0")
-    assert job.count("DataError: ") == 4  # of each rank
-    assert job.count("another start would end in the same way") == 1
-
-
-@pytest.mark.slow
-def test_an_array_is_two_runs(cluster: Cluster, config: Path, tmp_path: Path) -> None:
-    overrides = ["train.run_dir=run-{array}", "train.seed={array}", "train.steps=20"]
-    jobs = submit(cluster, tmp_path, config, *overrides, launcher="torchrun", processes_per_node=1, array="1-2")
-    jobs[1].wait_for_steps(2)
-    with jobs[1].standing_still():
-        cluster.run("scancel", "--batch", "--signal=USR1", jobs[1].job_id)
-        jobs[1].wait_for_line("the time limit is near")
-    assert [job.wait("COMPLETED")["Restarts"] for job in jobs] == ["0", "1"]
-    runs = [compared(job.run_dir) for job in jobs]
-    assert [len(metrics) for metrics, _ in runs] == [20, 20]
-    assert runs[0][0] != runs[1][0]
