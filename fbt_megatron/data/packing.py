@@ -42,6 +42,16 @@ class Cursor:
     skipped_tokens: int = 0
     """Tokens of those, as far as an index states them."""
 
+    # Written out, because `dataclasses.replace` is slow and these are called for every document.
+
+    def after_tokens(self, num_tokens: int) -> Cursor:
+        """The place so many tokens further in the same document."""
+        return Cursor(self.epoch, self.document, self.offset + num_tokens, self.skipped, self.skipped_tokens)
+
+    def next_document(self) -> Cursor:
+        """The beginning of the next document."""
+        return Cursor(self.epoch, self.document + 1, 0, self.skipped, self.skipped_tokens)
+
 
 @dataclass(frozen=True)
 class Document:
@@ -153,8 +163,7 @@ def _take_row(pending: deque[Document], seq_length: int) -> PackedRow:
 def _take_padded_row(pending: deque[Document], num_pending: int, seq_length: int, pad_id: int) -> PackedRow:
     """The last row of a finite stream: what is left, then padding that counts as a document without labels."""
     num_padding = seq_length + 1 - num_pending
-    last = pending[-1].start
-    end = replace(last, document=last.document + 1, offset=0)
+    end = pending[-1].start.next_document()
     pending.append(Document(key="", tokens=np.full(num_padding, pad_id, dtype=np.int64), start=end))
     row = _take_row(pending, seq_length)
     labels = row.labels.copy()
@@ -163,5 +172,5 @@ def _take_padded_row(pending: deque[Document], num_pending: int, seq_length: int
 
 
 def _without_first(document: Document, num_tokens: int) -> Document:
-    start = replace(document.start, offset=document.start.offset + num_tokens)
+    start = document.start.after_tokens(num_tokens)
     return Document(key=document.key, tokens=document.tokens[num_tokens:], start=start)

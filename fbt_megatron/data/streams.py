@@ -88,7 +88,7 @@ class StreamReader:
         Raises:
             DataError: they are more than the allowed share of the documents of the epochs begun so far.
         """
-        begun = self.dataset.num_documents * (epoch + 1)
+        begun = self.order.num_documents * (epoch + 1)
         if skipped > self.max_skipped * begun:
             raise DataError(
                 f"data.on_error=skip: {skipped:,} of the {begun:,} documents of the epochs begun so far were passed "
@@ -117,7 +117,7 @@ class StreamReader:
                 document = Document(key=read.key, tokens=read.tokens[cursor.offset :], start=cursor)
                 num_tokens += len(document.tokens)
                 yield document
-                cursor = replace(cursor, document=cursor.document + 1, offset=0)
+                cursor = cursor.next_document()
                 if read.skipped:
                     cursor = self._after_skipped(cursor, read)
         return cursor, num_tokens

@@ -350,7 +350,7 @@ def test_a_disk_that_fails_later_is_an_error_of_the_data(
         return bytes(original(file, *arguments))
 
     monkeypatch.setattr(LocalFileOpener, "read", failing, raising=False)
-    with pytest.raises(DataError, match=r"^/.*shard-0000\d\.tar: cannot be read \(OSError: .*Input/output error"):
+    with pytest.raises(DataError, match=r"^/.*shard-0000\d\.\w+: cannot be read \(OSError: .*Input/output error"):
         read_steps(loader, 50)
     loader.close()
 
