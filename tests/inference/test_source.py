@@ -67,6 +67,31 @@ def test_weights_are_those_of_the_run(trained: Trained) -> None:
         assert torch.equal(fused_logits(load_model(source)), expected)
 
 
+@pytest.mark.parametrize(
+    "mode", [DecodeMode("standard", 1), DecodeMode("soft", 1), DecodeMode("fused", 2), DecodeMode("fused", 3)], ids=str
+)
+def test_transformers_continues_the_export_alike(trained: Trained, mode: DecodeMode) -> None:
+    """8 greedy tokens of two prompts, the shorter one padded, by the code that goes with the export."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = load_model(trained.exported)
+    prompts = [loaded.encode("def f(x)"), loaded.encode("a = b")]
+    generator = Generator(Decoder(loaded.model, mode))
+    expected = generator.generate([Request(tuple(prompt), max_tokens=8) for prompt in prompts])
+    exported = AutoModelForCausalLM.from_pretrained(trained.exported, trust_remote_code=True)
+    passes = {"prefill_passes": mode.prefill_passes} if mode.name == "fused" else {}
+    found = exported.generate(
+        torch.tensor([prompts[0], [0] * 3 + prompts[1]]),
+        attention_mask=torch.tensor([[1] * 8, [0] * 3 + [1] * 5]),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        feedback_mode=mode.name,
+        **passes,
+    )
+    assert found[:, 8:].tolist() == [list(done.tokens) for done in expected]
+
+
 def test_tokenizer_and_end_of_text_are_those_of_the_data(trained: Trained) -> None:
     for source in (trained.run, trained.exported):
         loaded = load_model(source)
