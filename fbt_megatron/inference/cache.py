@@ -55,11 +55,6 @@ class KVCache:
         self._set_starts(starts)
 
     @property
-    def starts(self) -> Tensor:
-        """[B] int64: first slot of each row."""
-        return self._starts
-
-    @property
     def num_bytes(self) -> int:
         """Memory of keys and values."""
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))

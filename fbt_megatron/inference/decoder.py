@@ -122,7 +122,6 @@ class Decoder:
         plain_input = self.model.plain_input(tokens)
         slots = torch.arange(tokens.shape[1], device=starts.device)
         plain = (slots <= starts[:, None]).unsqueeze(-1)
-        stack_input = plain_input
         cache = KVCache(
             self.model.config,
             starts=starts,

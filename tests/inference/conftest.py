@@ -1,5 +1,9 @@
-"""One process with megatron-core's groups for the tests of this folder."""
+"""One process with megatron-core's groups; code of exported models is copied to a folder of the tests."""
 
+from __future__ import annotations
+
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +12,10 @@ import torch.distributed as dist
 
 from fbt_megatron.config.schema import ParallelConfig
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology, init_distributed, shutdown_distributed
+
+# Read where transformers is imported, so before any test file is.
+os.environ.setdefault("HF_MODULES_CACHE", tempfile.mkdtemp(prefix="hf_modules_"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="package")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from torch import Tensor
 
+from fbt_megatron.data.tokenizer import HuggingFaceTokenizer
 from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.hf.export import export_checkpoint
+from fbt_megatron.hf.tokenizer_files import ModelTokenizer
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.source import LoadedModel, load_model
@@ -47,6 +51,11 @@ def trained(topology: ParallelTopology, tmp_path_factory: pytest.TempPathFactory
     return Trained(tmp_path_factory.mktemp("trained"), topology)
 
 
+def copy_folder(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+
+
 def fused_logits(loaded: LoadedModel) -> Tensor:
     hidden, _ = Decoder(loaded.model, DecodeMode("fused", 2)).run_passes([loaded.encode(PROMPT)])
     return loaded.model.logits(hidden)
@@ -67,11 +76,54 @@ def test_weights_are_those_of_the_run(trained: Trained) -> None:
         assert torch.equal(fused_logits(load_model(source)), expected)
 
 
+@pytest.mark.parametrize(
+    "mode", [DecodeMode("standard", 1), DecodeMode("soft", 1), DecodeMode("fused", 2), DecodeMode("fused", 3)], ids=str
+)
+def test_transformers_continues_the_export_alike(trained: Trained, mode: DecodeMode) -> None:
+    """8 greedy tokens of two prompts, the shorter one padded, by the code that goes with the export."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = load_model(trained.exported)
+    prompts = [loaded.encode("def f(x)"), loaded.encode("a = b")]
+    generator = Generator(Decoder(loaded.model, mode))
+    expected = generator.generate([Request(tuple(prompt), max_tokens=8) for prompt in prompts])
+    exported = AutoModelForCausalLM.from_pretrained(trained.exported, trust_remote_code=True)
+    passes = {"prefill_passes": mode.prefill_passes} if mode.name == "fused" else {}
+    found = exported.generate(
+        torch.tensor([prompts[0], [0] * 3 + prompts[1]]),
+        attention_mask=torch.tensor([[1] * 8, [0] * 3 + [1] * 5]),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=None,
+        feedback_mode=mode.name,
+        **passes,
+    )
+    assert found[:, 8:].tolist() == [list(done.tokens) for done in expected]
+
+
 def test_tokenizer_and_end_of_text_are_those_of_the_data(trained: Trained) -> None:
     for source in (trained.run, trained.exported):
         loaded = load_model(source)
         assert loaded.encode(PROMPT) == list(PROMPT.encode())
         assert (loaded.decode([65, 256]), loaded.eos_ids, loaded.num_ids) == ("A", {256}, 257)
+
+
+def test_several_ids_may_end_a_text(trained: Trained, tmp_path: Path) -> None:
+    copy_folder(trained.exported, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [256, 10]}')
+    assert load_model(tmp_path).eos_ids == {10, 256}
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_a_prompt_starts_as_the_documents_do(trained: Trained, add_bos: bool) -> None:
+    words = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "a")
+    definition = tokenizers.Tokenizer(words)
+    definition.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = HuggingFaceTokenizer(definition.to_str(), "here", "</s>", "<s>")
+    loaded = replace(load_model(trained.run), tokenizer=ModelTokenizer(tokenizer, add_bos, None))
+    assert loaded.encode("b a") == ([0, 3, 2] if add_bos else [3, 2])
+    assert loaded.encode("") == ([0] if add_bos else [])
+    assert (loaded.eos_ids, loaded.num_ids) == ({1}, 4)
 
 
 def test_the_computing_type(trained: Trained) -> None:
@@ -103,8 +155,7 @@ def test_sources_that_are_no_model(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_shape(trained: Trained, tmp_path: Path) -> None:
-    for path in trained.exported.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    copy_folder(trained.exported, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 25}))
     with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight has shape \[24, 16\], but config.json asks for"):
@@ -184,8 +235,7 @@ def test_the_tool_chats(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second prompt holds the first answer, in the form of the tokenizer's template."""
-    for path in trained.exported.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    copy_folder(trained.exported, tmp_path)
     template = (
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
