@@ -56,6 +56,7 @@ def test_a_cancelled_job_stays_cancelled(cluster: Cluster, tmp_path: Path, progr
     assert job.wait("CANCELLED")["Restarts"] == "0"
 
 
+@pytest.mark.slow
 def test_a_preempted_job_comes_back(cluster: Cluster, tmp_path: Path, program: str) -> None:
     [job] = start(cluster, tmp_path, program, exclusive=True)
     job.wait_for_line("waiting", count=4)
