@@ -98,7 +98,7 @@ def _work(case: Case, rank: int) -> None:
         if step == FAULTY_STEP and rank == case.culprit and case.fault in FAULTS:
             FAULTS[case.fault]()
         if case.fault == "suspended":
-            time.sleep(0.3)
+            time.sleep(0.6)
         sum_across(torch.ones(1))
 
 
@@ -155,8 +155,9 @@ def _run_cases(root: Path) -> dict[str, Any]:
                 os.kill(others[0], signal.SIGKILL)
             continue
         if suspended and seconds > 1.0:
-            signal_all(suspended, signal.SIGSTOP if seconds < 1.0 + SUSPENDED_SECONDS else signal.SIGCONT)
-            suspended = suspended if seconds < 1.0 + SUSPENDED_SECONDS else []
+            number = signal.SIGSTOP if seconds < 1.0 + SUSPENDED_SECONDS else signal.SIGCONT
+            signal_all([pid for pid in suspended if pid in alive], number)
+            suspended = suspended if number == signal.SIGSTOP else []
         if seconds > LIMIT_SECONDS:
             signal_all(list(alive), signal.SIGKILL)
         time.sleep(0.05)
