@@ -215,6 +215,15 @@ def test_readers_pass_over_the_same_rows(topology, data: Path, tmp_path: Path, r
     assert_same_run(found, reference)
 
 
+def test_saves_in_the_background(topology, data: Path, tmp_path: Path, reference: dict) -> None:
+    """The run goes back to a checkpoint whose save may not have ended, and writes it again."""
+    config = run_config(tmp_path, data)
+    found = train(replace(config, checkpoint=replace(config.checkpoint, async_=True)), topology, is_bad=in_bad_batches)
+    assert found["met"] == [ALONE, *BAD]
+    assert_same_run(found, reference)
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [9, 6, 3]
+
+
 def test_a_kill_while_going_back(topology, data: Path, tmp_path: Path, reference: dict) -> None:
     """The checkpoint that knows of the rows is not written yet: the next start meets them and goes back again."""
     config = run_config(tmp_path / "killed", data)
