@@ -37,7 +37,8 @@ def max_across(values: Tensor, *, group: dist.ProcessGroup | None = None) -> Ten
 def gather_across(values: Tensor) -> Tensor:
     """`values` [n] of every rank, [ranks, n], on every rank."""
     gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, values)
+    with communicating("gather_across"):
+        dist.all_gather(gathered, values)
     return torch.stack(gathered)
 
 

@@ -1,8 +1,9 @@
 """What a run is, between two steps: everything a checkpoint has to hold so that resuming equals never having stopped.
 
 Tensors: fp32 weights, NorMuon's momentum and row moments, Adam's moments, all as logical tensors. Numbers: the counters
-below, Adam's update counts, the cursor of every data stream. Nothing else has state: the learning rate, the number of
-passes and every random draw (jitter, prefix mixin) are pure functions of the configuration and of step, row and pass.
+below, Adam's update counts, the cursor of every data stream, the recent losses and gradient norms. Nothing else has
+state: the learning rate, the number of passes and every random draw (jitter, prefix mixin) are pure functions of the
+configuration and of step, row and pass.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -215,6 +216,15 @@ def test_readers_pass_over_the_same_rows(topology, data: Path, tmp_path: Path, r
     assert_same_run(found, reference)
 
 
+def test_saves_in_the_background(topology, data: Path, tmp_path: Path, reference: dict) -> None:
+    """The run goes back to a checkpoint whose save may not have ended, and writes it again."""
+    config = run_config(tmp_path, data)
+    found = train(replace(config, checkpoint=replace(config.checkpoint, async_=True)), topology, is_bad=in_bad_batches)
+    assert found["met"] == [ALONE, *BAD]
+    assert_same_run(found, reference)
+    assert [step for step, _ in list_checkpoints(tmp_path / "checkpoints")] == [9, 6, 3]
+
+
 def test_a_kill_while_going_back(topology, data: Path, tmp_path: Path, reference: dict) -> None:
     """The checkpoint that knows of the rows is not written yet: the next start meets them and goes back again."""
     config = run_config(tmp_path / "killed", data)
@@ -260,7 +270,12 @@ def test_bad_rows_at_the_very_beginning(topology, data: Path, tmp_path: Path) ->
 
 
 def test_the_checkpoint_keeps_the_rows(topology, data: Path, tmp_path: Path) -> None:
-    train(run_config(tmp_path, data), topology, is_bad=in_bad_batches)
+    """And the list of samples does not have them."""
+    config = run_config(tmp_path, data)
+    train(replace(config, logging=replace(config.logging, samples=True)), topology, is_bad=in_bad_batches)
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "rank_00000.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in samples] == list(range(1, STEPS + 1))
+    assert [int(row) for line in samples for row in line["rows"]] == [*range(32), *range(48, 88)]
     manifest = Manifest.read(tmp_path / "checkpoints" / "step_00000009")
     assert manifest.state["data"]["passed_over"] == [[8, 12]]  # of four streams, two cycles to a batch
     assert manifest.state["data"]["cycle"] == 2 * (STEPS + len(BAD))
