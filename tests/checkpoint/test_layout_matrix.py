@@ -254,7 +254,8 @@ class Tolerance:
 EXACT = Tolerance(0.0, 0.0, 0.0, 0.0)
 OTHER_LAYOUT = {
     "fp32": Tolerance(1e-4, 1e-4, 1e-4, 1e-4),
-    "bf16": Tolerance(1e-2, 6e-2, 1e-2, 3e-1, pooled=True),  # activations are rounded in other places: see tests/parity
+    # Activations are rounded in other places: the limits of a first step in tests/parity/test_layouts.py.
+    "bf16": Tolerance(5e-3, 3e-2, 5e-3, 1.5e-1, pooled=True),
 }
 
 
