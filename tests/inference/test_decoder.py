@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fbt_megatron.errors import DecodeError
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
@@ -154,6 +156,29 @@ def test_windowed_layers_keep_no_more_than_their_window(pair) -> None:
             decoder.step(state, torch.tensor([1]))
         assert state.cache.length == 10 + new_tokens
         assert state.cache.num_bytes == slot * (3 + (10 + new_tokens) + 3)
+
+
+def test_feedback_costs_the_fusion_and_nothing_else(pair) -> None:
+    """Operations in matrix products: two hidden x hidden matrices for each fused token; a pass for each pass."""
+
+    def operations(action: Callable[[], object]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            action()
+        return counter.get_total_flops()
+
+    (prompt,) = random_prompts(10)
+    prefill, step = {}, {}
+    for mode in MODES:
+        decoder = pair("glu, windows, untied").decoder(mode)
+        prefill[mode] = operations(partial(decoder.prefill, [prompt], max_new_tokens=1))
+        state = decoder.prefill([prompt, prompt], max_new_tokens=1)
+        step[mode] = operations(partial(decoder.step, state, torch.tensor([1, 2])))
+    standard, soft, *fused = MODES
+    fusion = 2 * 2 * pair("glu").config.model.hidden_size ** 2
+    assert step[standard] > 0
+    assert prefill[soft] == prefill[standard] > 0
+    assert all(step[mode] == step[standard] + 2 * fusion for mode in (soft, *fused))
+    assert [prefill[mode] for mode in fused] == [n * prefill[standard] + (n - 1) * 10 * fusion for n in (2, 3)]
 
 
 def test_a_forward_that_nothing_follows_keeps_nothing(pair) -> None:
