@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from fbt_megatron.checkpoint.manifest import RUN
+from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.hf.folder import DEFAULT_SHARD_BYTES, ModelFolder, write_folder
@@ -69,8 +69,7 @@ def export_checkpoint(
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = find_tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
     if kind == "fbt":
-        if weights.manifest.contents == RUN:
-            note_untrained_feedback(config, weights.manifest.step, log)
+        note_untrained_feedback(config, weights.manifest, log)
         content = _fbt_folder(weights, config, dtype)
     else:
         content = plain_folder(weights, config, dtype, kind)
@@ -102,9 +101,13 @@ def _fbt_folder(weights: StoredWeights, config: RunConfig, dtype: str) -> ModelF
     )
 
 
-def note_untrained_feedback(config: RunConfig, step: int, log: Callable[[str], None]) -> None:
-    """The steps with several passes usually come late: a model from before them has feedback weights as drawn."""
-    if config.feedback.fusion == "none":
+def note_untrained_feedback(config: RunConfig, manifest: Manifest, log: Callable[[str], None]) -> None:
+    """The steps with several passes usually come late: a model from before them has feedback weights as drawn.
+
+    Of imported weights nobody knows how they were trained.
+    """
+    step = manifest.step
+    if config.feedback.fusion == "none" or manifest.contents == WEIGHTS:
         return
     begun = [
         phase

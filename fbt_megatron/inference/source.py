@@ -87,7 +87,7 @@ def load_model(
     config = weights.config
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = _tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
-    note_untrained_feedback(config, weights.manifest.step, log)
+    note_untrained_feedback(config, weights.manifest, log)
     model = DecoderModel(
         config.model,
         config.feedback.fusion,

@@ -20,6 +20,7 @@ from fbt_megatron.config.schema import DataConfig, FeedbackConfig, SchedulePhase
 from fbt_megatron.data.tokenizer import load_tokenizer
 from fbt_megatron.errors import CheckpointError, ConfigError, DataError
 from fbt_megatron.hf.export import export_checkpoint
+from fbt_megatron.hf.importing import import_model
 from fbt_megatron.hf.safetensors_files import Entry, open_tensors, write_tensors
 from fbt_megatron.hf.tokenizer_files import find_tokenizer, special_ids, tokenizer_files
 from fbt_megatron.model.layout import stage_layouts
@@ -340,12 +341,15 @@ def test_feedback_that_was_not_trained_yet(topology, tmp_path: Path) -> None:
     schedule = (SchedulePhase(10, {1: 1.0}), SchedulePhase(1.0, {2: 1.0}))
     config = replace(config, feedback=FeedbackConfig(schedule=schedule))
     model = draw_model(config, topology)
-    for step, expected in ((10, 1), (11, 0)):
+    for step, expected in ((0, 1), (10, 1), (11, 0)):
         run = save_model(tmp_path / f"run{step}", model, config, topology, step=step)
         lines: list[str] = []
         export_checkpoint(run, tmp_path / f"out{step}", tokenizer="none", log=lines.append)
         assert len(lines) == expected
         assert all("trained without feedback" in line for line in lines)
+    import_model(tmp_path / "out10", tmp_path / "imported")
+    export_checkpoint(tmp_path / "imported", tmp_path / "again", tokenizer="none", log=lines.append)
+    assert lines == []  # of imported weights nobody knows
 
 
 def test_the_tool(topology, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

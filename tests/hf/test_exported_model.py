@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fbt_megatron.hf.export import export_checkpoint
+from fbt_megatron.inference.decoder import DecodeMode, Decoder
+from fbt_megatron.inference.generation import Generator, Request
+from fbt_megatron.inference.source import load_model as load_decoder
 from fbt_megatron.model.fbt_model import FBTModel
 from tests.hf.models import (
     ARCHITECTURES,
@@ -136,6 +139,21 @@ def test_greedy_tokens(models: dict[str, Exported], mode: str) -> None:
     expected = model.reference().greedy(prompt, 50, feedback=mode != "standard", prefill_passes=passes)
     assert model.generate([prompt], mode, 50) == [expected]
     assert len({tuple(model.generate([prompt], other, 50)[0]) for other in MODES}) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_this_project_s_decoder_writes_the_same(topology, tmp_path: Path, mode: str) -> None:
+    """50 tokens for each of two prompts, from the checkpoint and from its export."""
+    config = config_of("windowed", vocab_size=257, seq_length=80)
+    trainer = draw_model(config, topology)
+    export_checkpoint(save_model(tmp_path / "run", trainer, config, topology), tmp_path / f"decoded_{mode}")
+    prompts = random_tokens(256, 3, 17)
+    loaded = load_decoder(tmp_path / "run")
+    generator = Generator(Decoder(loaded.model, DecodeMode.of(mode)))
+    completions = generator.generate([Request(tuple(prompt), max_tokens=50) for prompt in prompts])
+    exported = Exported("windowed", trainer, tmp_path / f"decoded_{mode}")
+    expected = exported.generate(prompts, mode, 50, eos_token_id=None)
+    assert [list(completion.tokens) for completion in completions] == expected
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -60,9 +60,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-def test_a_start_from_weights(topology, data: Path, tmp_path: Path) -> None:
-    train(tiny_run(tmp_path / "first", data, steps=3), topology)
-    source = weights_of(tmp_path / "first", tmp_path / "weights")
+@pytest.fixture(scope="module")
+def first(topology, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps."""
+    folder = tmp_path_factory.mktemp("first")
+    train(tiny_run(folder, data, steps=3), topology)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(first: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its weights."""
+    return weights_of(first, tmp_path_factory.mktemp("weights"))
+
+
+def test_a_start_from_weights(topology, data: Path, first: Path, source: Path, tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "second", data, steps=4)
     config = replace(config, checkpoint=replace(config.checkpoint, load=str(source)))
     with trainer_of(config, topology) as trainer:
@@ -70,7 +82,7 @@ def test_a_start_from_weights(topology, data: Path, tmp_path: Path) -> None:
         assert trainer.counters.step == trainer.counters.tokens == 0
     with trainer_of(replace(config, checkpoint=replace(config.checkpoint, load=None)), topology) as trainer:
         fresh = state_of(trainer)
-    last, stored = open_weights(tmp_path / "first"), open_weights(source)
+    last, stored = open_weights(first), open_weights(source)
     tensor = logical_tensors(config.model, config.feedback)[0]
     assert torch.equal(last.read(tensor), stored.read(tensor))
     embedding = next(value for name, value in started.items() if name.startswith("parameter embedding.weight"))
@@ -81,10 +93,7 @@ def test_a_start_from_weights(topology, data: Path, tmp_path: Path) -> None:
     assert any(not torch.equal(started[name], fresh[name]) for name in fresh)
 
 
-def test_such_a_run_stops_and_goes_on_like_any_other(topology, data: Path, tmp_path: Path) -> None:
-    train(tiny_run(tmp_path / "first", data, steps=3), topology)
-    source = weights_of(tmp_path / "first", tmp_path / "weights")
-
+def test_such_a_run_stops_and_goes_on_like_any_other(topology, data: Path, source: Path, tmp_path: Path) -> None:
     def run(name: str, **changes: Any) -> RunConfig:
         config = tiny_run(tmp_path / name, data, steps=4)
         return replace(
@@ -102,9 +111,7 @@ def test_such_a_run_stops_and_goes_on_like_any_other(topology, data: Path, tmp_p
     assert stopped == straight
 
 
-def test_what_the_weights_mean_may_not_change(topology, data: Path, tmp_path: Path) -> None:
-    train(tiny_run(tmp_path / "first", data, steps=1), topology)
-    source = weights_of(tmp_path / "first", tmp_path / "weights")
+def test_what_the_weights_mean_may_not_change(topology, data: Path, source: Path, tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "second", data, steps=9, fusion="add")
     config = replace(
         config,
