@@ -9,6 +9,8 @@ import time
 from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+"""Those of which a second one ends the process. SIGUSR1 comes from schedulers, which may repeat it."""
 _SAME_SECONDS = 1.0
 """A terminal, a launcher and a scheduler may each pass the same signal on: within this time it counts once."""
 _END = 0
@@ -18,8 +20,8 @@ _END = 0
 class StopSignal:
     """Notes SIGINT, SIGTERM and SIGUSR1 while it is entered, so that the run can stop between two steps.
 
-    A second signal of the same kind ends the process at once with exit status 128 + its number, whatever the main
-    thread is in: someone cannot wait for the step to end, or the step never does. Python calls its handlers in the main
+    A second SIGINT or SIGTERM ends the process at once with exit status 128 + its number, whatever the main thread is
+    in: someone cannot wait for the step to end, or the step never does. Python calls its handlers in the main
     thread only, which does not listen while it waits inside a library, so a thread of its own counts them.
     """
 
@@ -57,5 +59,5 @@ class StopSignal:
         first: dict[int, float] = {}
         while (number := os.read(self._read, 1)[0]) != _END:
             now = time.monotonic()
-            if number in STOP_SIGNALS and now - first.setdefault(number, now) > _SAME_SECONDS:
+            if number in _IMPATIENT and now - first.setdefault(number, now) > _SAME_SECONDS:
                 os._exit(128 + number)

@@ -285,8 +285,8 @@ class Trainer:
             why = f"no checkpoint of step {before} or before is left to go back to"
             raise too_many_skips(counters, self.config.resilience, why)
         path, manifest = found
-        self.checkpoints.discard_after(manifest.step)
         load_tensors(path, self.engine)
+        self.checkpoints.discard_after(manifest.step)  # now that the one to go on from is known to fit
         self.engine.optimizer.load_counters(manifest.state["optimizer"])
         self.spikes.load_state_dict(manifest.state["spikes"])
         if self.loader is not None:
