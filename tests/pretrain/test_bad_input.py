@@ -39,7 +39,7 @@ def _refused(outcome: Outcome, status: int, *messages: str) -> None:
         (["parallel.tensor=3"], ["num_attention_heads=4", "parallel.tensor (3)"]),
         (["parallel.pipeline=3"], ["model.num_layers=2", "parallel.pipeline (3)"]),
         (["parallel.sequence=true"], ["parallel.sequence=true", "parallel.tensor is 1"]),
-        (["parallel.context=2"], ["parallel.context: unknown key"]),
+        (["parallel.context=2"], ["parallel.context: context parallelism is not available"]),
         (["feedback.schedule=[{until: 0.5, mix: {1: 1.0}}]"], ["feedback.schedule"]),
         (["train.steps=0", "model.head_dim=7"], ["2 problems", "train.steps=0", "model.head_dim=7"]),
     ],
