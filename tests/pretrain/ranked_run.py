@@ -23,7 +23,7 @@ FORWARDED = "SIGINT,SIGTERM,SIGUSR1"
 class RankedRun:
     """The processes of one run. `children` are those that this test started: the ranks, or torchrun.
 
-    `status_of` gives the exit status of a child, or None while it runs.
+    `status_of` gives the exit status of a child, or None while it runs. `by_torchrun` says that the child is torchrun.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RankedRun:
         self._children = children
         self._status_of = status_of
         self._path = output
-        self._by_torchrun = by_torchrun
+        self.by_torchrun = by_torchrun
 
     @property
     def output(self) -> str:
@@ -59,7 +59,7 @@ class RankedRun:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks."""
-        if not self._by_torchrun:
+        if not self.by_torchrun:
             return self._children
         (parent,) = self._children
         return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
@@ -80,7 +80,7 @@ class RankedRun:
     def kill(self) -> None:
         """Kill what is left."""
         left = [pid for pid in self._children if self._status_of(pid) is None]
-        for pid in [*(self.ranks() if self._by_torchrun and left else []), *left]:
+        for pid in [*(self.ranks() if self.by_torchrun and left else []), *left]:
             os.kill(pid, signal.SIGKILL)
 
 

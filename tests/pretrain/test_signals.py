@@ -81,7 +81,8 @@ def _save(run: RankedRun, run_dir: Path, send: Send) -> range:
     rank, step = run.ranks()[0], _unfinished(run_dir)
     assert step is not None
     send()
-    run.wait_until(lambda: awaits_signal(rank))  # torchrun may take its time to pass it on
+    if run.by_torchrun:  # it may take its time to pass the signal on
+        run.wait_until(lambda: awaits_signal(rank))
     os.kill(rank, signal.SIGCONT)
     return range(step, step + 1)
 
