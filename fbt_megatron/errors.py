@@ -6,6 +6,14 @@ Anything else that escapes is a fault of this project and keeps its trace.
 
 from __future__ import annotations
 
+import sys
+
+
+def report(error: FBTError) -> int:
+    """Print an error without a stack trace, for the tools; returns the exit status."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return error.exit_status
+
 
 class FBTError(Exception):
     """A user's mistake, or a condition outside this project; the message says which key, value, rule and what to do."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from fbt_megatron.data.build import BuildSettings, BuildSummary, SplitSummary, build_dataset
 from fbt_megatron.data.build_folder import TRAIN, VALIDATION
 from fbt_megatron.data.chunks import TokenizerSpec
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import FBTError, report
 
 INTERRUPTED = 130
 
@@ -32,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
             _settings(arguments), arguments.out, workers=arguments.workers, restart=arguments.restart
         )
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     except KeyboardInterrupt:
         print("interrupted: finished work is kept, give the same command to go on", file=sys.stderr)
         return INTERRUPTED

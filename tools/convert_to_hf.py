@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import FBTError, report
 from fbt_megatron.hf.export import ExportSummary, export_checkpoint
 from fbt_megatron.hf.folder import DEFAULT_SHARD_BYTES
 
@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             log=partial(print, file=sys.stderr),
         )
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     print(json.dumps(asdict(summary)) if arguments.json else _describe(summary))
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fbt_megatron.errors import DecodeError, FBTError
+from fbt_megatron.errors import DecodeError, FBTError, report
 from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -44,8 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(arguments)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     except KeyboardInterrupt:
         print()
         return 128 + signal.SIGINT

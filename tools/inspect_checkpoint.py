@@ -27,7 +27,7 @@ from tqdm import tqdm
 from fbt_megatron.checkpoint.inspection import Checkpoint, Comparison, compare, open_checkpoint
 from fbt_megatron.checkpoint.manifest import WEIGHTS
 from fbt_megatron.config.yaml_text import dump_yaml, show_value
-from fbt_megatron.errors import CheckpointError, ConfigError, FBTError
+from fbt_megatron.errors import CheckpointError, ConfigError, FBTError, report
 
 DIFFERENT = 1
 _LISTED_VALUES = 20
@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             return _compare(checkpoints[0], checkpoints[1], as_json=arguments.json)
         return _show(checkpoints[0], arguments)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
 
 
 def _show(checkpoint: Checkpoint, arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import FBTError, report
 from fbt_megatron.launch.plan import plan_launch
 from fbt_megatron.launch.script import render_script
 from fbt_megatron.launch.submit import submit
@@ -26,8 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         script = render_script(plan)
         job_id = None if arguments.dry_run else submit(plan)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     numbers = plan.config.job.array_numbers
     names = ["JOB" if job_id is None else job_id]
     names = [f"{names[0]}_{number}" for number in numbers] or names

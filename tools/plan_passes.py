@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fbt_megatron.config.loader import load_config
 from fbt_megatron.config.schema import FeedbackConfig, LRScheduleConfig
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import FBTError, report
 from fbt_megatron.model.pass_schedule import build_pass_schedule
 from fbt_megatron.optim.lr_schedule import WSDSchedule
 from fbt_megatron.planner import PassBudget, format_pass_plan, plan_budget, plan_run, schedule_of_shares
@@ -41,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.plot:
             plot_plan(budget, feedback, lr_schedule, seed=seed, path=arguments.plot)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     except OSError as error:
         print(f"{arguments.plot}: the picture cannot be written: {error.strerror}", file=sys.stderr)
         return 1

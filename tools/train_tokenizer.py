@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fbt_megatron.data.tokenizer_training import TokenizerTraining, TrainedTokenizer, train_tokenizer
-from fbt_megatron.errors import FBTError
+from fbt_megatron.errors import FBTError, report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,8 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         outcome = train_tokenizer(training, arguments.out, restart=arguments.restart)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     print(json.dumps(asdict(outcome)) if arguments.json else _describe(outcome))
     return 0
 

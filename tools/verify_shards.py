@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 
 from fbt_megatron.data.verification import Verification, verify_dataset
-from fbt_megatron.errors import DataError, FBTError
+from fbt_megatron.errors import DataError, FBTError, report
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,8 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = [verify_dataset(folder, workers=arguments.workers) for folder in arguments.folders]
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     print(json.dumps([asdict(one) for one in found]) if arguments.json else "\n".join(map(_describe, found)))
     damaged = [file for one in found for file in one.damaged]
     if damaged:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -38,12 +37,11 @@ from tests.parity.cases import (
     Layout,
     RankResult,
     Training,
-    assemble,
-    distance,
     held_parts,
     run_config,
     train_step,
 )
+from tests.parity.compare import KINDS, Tolerance, assert_parameters_follow_weights, assert_same_tensors, whole
 from tests.parity.test_layouts import LAYOUTS, ONE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
@@ -54,7 +52,6 @@ SAVED, LAST = 3, 5
 
 ALL_LAYOUTS = (ONE, *LAYOUTS)
 TIED, UNTIED, BF16 = Training(PASSES), Training(PASSES, tied=False), Training(PASSES, precision="bf16")
-STATES = ("weight", "momentum", "row_moment", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -231,24 +228,8 @@ def matrix_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Matr
     return matrix
 
 
-def whole(ranks: list[RankResult], *, step: int, kind: str) -> dict[str, np.ndarray]:
-    """Whole tensors, whose copies on several ranks are equal to the bit."""
-    return assemble([rank.parts[step].get(kind, []) for rank in ranks])
-
-
 def parameters() -> list[object]:
     return [pytest.param(p, id=str(p), marks=[] if p in CHOSEN else [pytest.mark.slow]) for p in all_pairs()]
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Relative limits after the two steps; with `pooled` all tensors of a kind are compared as one."""
-
-    losses: float
-    norms: float
-    weights: float
-    state: float
-    pooled: bool = False
 
 
 EXACT = Tolerance(0.0, 0.0, 0.0, 0.0)
@@ -263,47 +244,19 @@ OTHER_LAYOUT = {
 def test_a_checkpoint_goes_on_in_any_layout(matrix_of: Callable[[bool], Matrix], pair: Pair) -> None:
     matrix = matrix_of(pair in CHOSEN)
     expected, found = matrix.uninterrupted(pair), matrix.resumed(pair)
-    for kind in STATES:
-        saved, loaded = (whole(ranks, step=SAVED, kind=kind) for ranks in (expected, found))
-        assert_same(loaded, saved, what=f"{kind} after loading")
+    for kind in KINDS:
+        saved, loaded = (whole(ranks, steps=SAVED, kind=kind) for ranks in (expected, found))
+        assert_same_tensors(loaded, saved, what=f"{kind} after loading")
         assert all(tensor.any() for tensor in saved.values()), f"a zero {kind} would not show a lost one"
-    assert_parameters_follow_weights(found, pair.training.precision)
+    assert_parameters_follow_weights(found, steps=SAVED, precision=pair.training.precision)
     same_layout = pair.source == pair.destination
     tolerance = EXACT if same_layout else OTHER_LAYOUT[pair.training.precision]
     for rank in found:
         for losses, uninterrupted in zip(rank.losses, expected[0].losses, strict=True):
             assert losses == pytest.approx(uninterrupted, rel=tolerance.losses, abs=0.0)
         assert rank.norms == pytest.approx(expected[0].norms, rel=tolerance.norms, abs=0.0)
-    for kind in STATES:
-        ours, theirs = (whole(ranks, step=LAST, kind=kind) for ranks in (found, expected))
-        limit = tolerance.weights if kind == "weight" else tolerance.state
-        assert_same(ours, theirs, tolerance=limit, pooled=tolerance.pooled, what=f"{kind} two steps later")
-
-
-def assert_same(
-    actual: dict[str, np.ndarray],
-    expected: dict[str, np.ndarray],
-    *,
-    what: str,
-    tolerance: float = 0.0,
-    pooled: bool = False,
-) -> None:
-    assert actual.keys() == expected.keys(), what
-    if pooled:
-        actual, expected = {"all": _joined(actual)}, {"all": _joined(expected)}
-    far = {name: distance(actual[name], expected[name]) for name in expected}
-    worst = max(far, key=far.__getitem__)
-    assert far[worst] <= tolerance, f"{what}, {worst}: {far[worst]:.2e}"
-
-
-def _joined(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
-
-
-def assert_parameters_follow_weights(ranks: list[RankResult], precision: str) -> None:
-    """After loading the model computes with the fp32 weights, or with these rounded to bf16."""
-    weights = whole(ranks, step=SAVED, kind="weight")
-    for name, parameter in whole(ranks, step=SAVED, kind="parameter").items():
-        weight = torch.from_numpy(weights[name])
-        rounded = weight.bfloat16().float() if precision == "bf16" else weight
-        assert torch.equal(torch.from_numpy(parameter), rounded), name
+    for kind in KINDS:
+        ours, theirs = (whole(ranks, steps=LAST, kind=kind) for ranks in (found, expected))
+        assert_same_tensors(
+            ours, theirs, tolerance=tolerance.of(kind), pooled=tolerance.pooled, what=f"{kind} two steps later"
+        )

@@ -1,15 +1,14 @@
-"""One process with megatron-core's groups."""
+"""One process with megatron-core's groups for the tests of this folder."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from fbt_megatron.config.schema import ParallelConfig
-from fbt_megatron.parallel.topology import ParallelTopology, build_topology, init_distributed, shutdown_distributed
+from fbt_megatron.parallel.topology import ParallelTopology
+from tests.one_process import one_process
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[ParallelTopology]:
-    init_distributed()
-    yield build_topology(ParallelConfig())
-    shutdown_distributed()
+    with one_process() as topology:
+        yield topology

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from tests.distributed import run_distributed
 from tests.parity.cases import (
@@ -22,9 +21,16 @@ from tests.parity.cases import (
     Layout,
     RankResult,
     Training,
-    assemble,
     distance,
     train_cases,
+)
+from tests.parity.compare import (
+    KINDS,
+    Tolerance,
+    assert_parameters_follow_weights,
+    assert_same_tensors,
+    joined,
+    whole,
 )
 from tests.parity.reference import train_reference
 
@@ -80,20 +86,6 @@ NEEDED = {
 }
 """What one process has to train for them."""
 
-KINDS = ("weight", "momentum", "row_moment", "exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Relative limits for some first steps. Tensors are compared one by one, or `pooled`: all of a kind together."""
-
-    losses: float
-    norms: float
-    weights: float
-    state: float
-    pooled: bool = False
-
-
 FP32 = {1: Tolerance(1e-4, 1e-4, 1e-4, 1e-4), STEPS: Tolerance(1e-4, 1e-4, 1e-3, 1e-3)}
 """By the number of steps."""
 BF16_FIRST_STEP = Tolerance(losses=5e-3, norms=3e-2, weights=5e-3, state=1.5e-1, pooled=True)
@@ -139,32 +131,12 @@ def one_process(training: Training) -> RankResult:
     return result_of(ONE, training, chosen=training in NEEDED)[0]
 
 
-def whole(ranks: list[RankResult], *, steps: int, kind: str) -> dict[str, np.ndarray]:
-    """Whole tensors from the pieces of all ranks, whose copies are equal to the bit."""
-    return assemble([rank.parts[steps].get(kind, []) for rank in ranks])
-
-
 def assert_same_steps(result: RankResult, losses: list[list[float]], norms: list[float], limits: Limits) -> None:
     """Losses of each pass and norm of each step, up to the last one that has a limit."""
     for step in range(max(limits)):
         tolerance = limits[min(number for number in limits if number > step)]
         assert result.losses[step] == pytest.approx(losses[step], rel=tolerance.losses), f"step {step}"
         assert result.norms[step] == pytest.approx(norms[step], rel=tolerance.norms), f"step {step}"
-
-
-def assert_same_tensors(
-    actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], *, tolerance: float, what: str, pooled: bool = False
-) -> None:
-    assert actual.keys() == expected.keys(), what
-    if pooled:
-        actual, expected = {"all": _joined(actual)}, {"all": _joined(expected)}
-    far = {name: distance(actual[name], expected[name]) for name in expected}
-    worst = max(far, key=far.__getitem__)
-    assert far[worst] <= tolerance, f"{what} {worst}: {far[worst]:.2e}"
-
-
-def _joined(tensors: dict[str, np.ndarray]) -> np.ndarray:
-    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
 
 
 def reference_trainings() -> list[object]:
@@ -183,9 +155,8 @@ def test_one_process_equals_the_equations(training: Training) -> None:
     assert min(result.norms) > 1.0, "clipping takes part"
     for steps, states in expected.state.items():
         for kind, tensors in states.items():
-            tolerance = FP32[steps].weights if kind == "weight" else FP32[steps].state
             ours = whole([result], steps=steps, kind=kind)
-            assert_same_tensors(ours, tensors, tolerance=tolerance, what=f"{kind} after {steps} steps")
+            assert_same_tensors(ours, tensors, tolerance=FP32[steps].of(kind), what=f"{kind} after {steps} steps")
 
 
 @pytest.mark.parametrize(("layout", "training"), parameters())
@@ -217,7 +188,7 @@ def assert_equal_up_to_rounding(ranks: list[RankResult], one: RankResult, limits
             assert_same_tensors(
                 whole(ranks, steps=steps, kind=kind),
                 whole([one], steps=steps, kind=kind),
-                tolerance=tolerance.weights if kind == "weight" else tolerance.state,
+                tolerance=tolerance.of(kind),
                 what=f"{kind} after {steps} steps",
                 pooled=tolerance.pooled,
             )
@@ -243,17 +214,8 @@ def distances(truth: list[RankResult], results: list[RankResult]) -> dict[str, f
 
 def everything(ranks: list[RankResult]) -> dict[str, np.ndarray]:
     """All that a training ends with, as one vector for each kind."""
-    tensors = {kind: _joined(whole(ranks, steps=STEPS, kind=kind)) for kind in KINDS}
+    tensors = {kind: joined(whole(ranks, steps=STEPS, kind=kind)) for kind in KINDS}
     return tensors | {"losses": np.concatenate(ranks[0].losses), "validation": np.array(ranks[0].validation)}
-
-
-def assert_parameters_follow_weights(ranks: list[RankResult], *, steps: int, precision: str) -> None:
-    """What the model computes with are the optimizer's fp32 weights, or these rounded to bf16."""
-    weights = whole(ranks, steps=steps, kind="weight")
-    for name, parameter in whole(ranks, steps=steps, kind="parameter").items():
-        weight = torch.from_numpy(weights[name])
-        expected = weight.bfloat16().float() if precision == "bf16" else weight
-        assert torch.equal(torch.from_numpy(parameter), expected), name
 
 
 @pytest.mark.parametrize(("layout", "training"), parameters())

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from fbt_megatron.config.schema import ParallelConfig
-from fbt_megatron.parallel.topology import ParallelTopology, build_topology, init_distributed, shutdown_distributed
+from fbt_megatron.parallel.topology import ParallelTopology
+from tests.one_process import one_process
 
 
 @pytest.fixture(scope="module")
 def topology() -> Iterator[ParallelTopology]:
     """One rank; torch.distributed runs while the module's tests do."""
-    init_distributed()
-    gc.freeze()  # DeepSpeed collects garbage several times per engine; what was imported need not be looked at again
-    yield build_topology(ParallelConfig())
-    gc.unfreeze()
-    shutdown_distributed()
+    with one_process() as topology:
+        gc.freeze()  # DeepSpeed collects garbage several times per engine: what was imported is not looked at again
+        yield topology
+        gc.unfreeze()
