@@ -92,7 +92,7 @@ def open_trainer(config: RunConfig, topology: ParallelTopology, *, allowed_chang
             )
             trainer = Trainer(config, topology, parts, counters)
             if start is not None:
-                trainer.spikes.load_state_dict(start[1].state.get("spikes", {}))  # older checkpoints have none
+                _continue_from(start[1], trainer)
             yield trainer
         finally:
             checkpoints.close()
@@ -158,6 +158,15 @@ def _count_starts(folder: Path, counters: Counters, console: Console) -> Starts:
     if starts > 1 or restarts:
         console.line(f"start {starts} of this run, restart {restarts} by the launcher")
     return Starts(starts, restarts)
+
+
+def _continue_from(manifest: Manifest, trainer: Trainer) -> None:
+    """What a trainer keeps of the checkpoint that it begins from, beside tensors and counters."""
+    weights_alone = manifest.contents == WEIGHTS
+    trainer.start_is_partial = weights_alone or bool(new_feedback_tensors(trainer.config, manifest))
+    # Windows that a run has not kept up are no measure of the steps to come.
+    if not weights_alone and trainer.config.resilience.spikes != "ignore":
+        trainer.spikes.load_state_dict(manifest.state["spikes"])
 
 
 def _check_same_kernels(kernels: Kernels) -> None:

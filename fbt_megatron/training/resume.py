@@ -40,7 +40,9 @@ _FREE_KEYS = (
     "checkpoint.",
     "evaluation.",
     "logging.",
-    "resilience.",
+    "resilience.max_consecutive_skips",
+    "resilience.max_rewinds",
+    "resilience.hang_timeout_seconds",
 )
 
 _NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")

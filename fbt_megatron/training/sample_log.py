@@ -32,6 +32,7 @@ class SampleLog:
         All ranks call this together, those that write nothing too: the run may have had other ranks before, or may have
         been logging. Raises RunDirError on all of them.
         """
+        agree_on_errors(self.close)  # what another node has not written yet would arrive behind the cut
         agree_on_rank_zero(lambda: _remove_later_steps(self._path.parent, resume_step))
         agree_on_errors(self._open)
 
@@ -53,9 +54,9 @@ class SampleLog:
         if self._file is not None:
             with self._console.noting_failures(self._path):
                 self._file.close()
+            self._file = None
 
     def _open(self) -> None:
-        self.close()
         if self._enabled:
             with writing(self._path):
                 self._path.parent.mkdir(exist_ok=True)

@@ -74,6 +74,8 @@ class StepTimes:
 
     data_seconds: float
     """Longest wait of a rank for its data."""
+    epoch: int
+    """Largest epoch of a rank."""
     slowest_rank: int | None
     """None where no two ranks hold the same part of the model."""
     slowest_rank_ratio: float | None
@@ -89,10 +91,10 @@ class StragglerWatch:
         self.own_time = OwnTime(topology.device)
         self._device = topology.device
         self._hosts = [host for *_, host in places]
-        self._peers = [
-            [other for other, place in enumerate(places) if place[:2] == own[:2] and other != rank]
-            for rank, own in enumerate(places)
-        ]
+        parts: dict[tuple[int, int], list[int]] = {}
+        for rank, (pp_rank, tp_rank, _) in enumerate(places):
+            parts.setdefault((pp_rank, tp_rank), []).append(rank)
+        self._peers = [ranks for ranks in parts.values() if len(ranks) > 1]
         self._interval = interval
         self._log = log
         self._totals = torch.zeros(len(places), 2, dtype=torch.float64)
@@ -100,25 +102,29 @@ class StragglerWatch:
         self._slow_rank: int | None = None
         self._slow_intervals = 0
 
-    def end_step(self) -> StepTimes:
-        """Compare the times of the step that ends. All ranks call it together."""
-        own = torch.tensor(self.own_time.take(), dtype=torch.float64, device=self._device)
-        seconds = gather_across(own).cpu()
+    def end_step(self, *, epoch: int) -> StepTimes:
+        """Compare the times of the step that ends. All ranks call it together, with the epoch that each has come to.
+
+        The epoch has nothing to do with times: it travels along, so that a step has one message less.
+        """
+        own = torch.tensor([*self.own_time.take(), epoch], dtype=torch.float64, device=self._device)
+        gathered = gather_across(own).cpu()
+        seconds = gathered[:, :2]
         self._totals += seconds
         self._num_steps += 1
         if self._num_steps == self._interval:
             self._end_interval()
         rank, ratio = self._slowest(seconds)
-        return StepTimes(float(seconds[:, 0].max()), rank, ratio)
+        return StepTimes(float(seconds[:, 0].max()), int(gathered[:, 2].max()), rank, ratio)
 
     def _slowest(self, seconds: Tensor) -> tuple[int | None, float | None]:
         """The slowest of all ranks by their [ranks, 2] seconds of reading and computing, and its ratio."""
         totals = seconds.sum(dim=1).tolist()
-        ratios = [
-            (totals[rank] / max(statistics.median(totals[other] for other in peers), 1e-9), rank)
-            for rank, peers in enumerate(self._peers)
-            if peers
-        ]
+        ratios = []
+        for ranks in self._peers:  # in each group only the slowest can be the slowest of all
+            slowest = max(ranks, key=lambda rank: (totals[rank], rank))
+            others = statistics.median(totals[rank] for rank in ranks if rank != slowest)
+            ratios.append((totals[slowest] / max(others, 1e-9), slowest))
         if not ratios:
             return None, None
         ratio, rank = max(ratios)

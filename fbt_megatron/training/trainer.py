@@ -32,7 +32,6 @@ from fbt_megatron.optim.optimizer import StepSettings
 from fbt_megatron.parallel.collectives import (
     agree_on_errors,
     agree_on_rank_zero,
-    any_rank_true,
     gather_objects,
     max_across,
     raise_together,
@@ -99,6 +98,8 @@ class Trainer:
         self.lr_schedule = WSDSchedule(config.lr_schedule, steps)
         self.noise = FeedbackNoise(seed, config.feedback.jitter, config.feedback.prefix_mixin)
         self.spikes = SpikeDetector(config.resilience.spike_factor)
+        self.start_is_partial = False
+        """True where the checkpoint that the run began from lacks a part of its state; set by `build.open_trainer`."""
         self._saved_step = counters.step
         self._timer = StepTimer()
         self._stragglers = StragglerWatch(topology, interval=config.logging.console_every, log=self.console.line)
@@ -124,8 +125,7 @@ class Trainer:
             self._save_first()
         self._timer.lap()
         while signal_number == 0 and self.counters.step < self.last_step:
-            self._raise_write_failure()
-            signal_number = agreed_signal(stop, device=self.topology.device)
+            signal_number = self._interruption(stop)
             if signal_number:
                 break
             record = self.train_step()
@@ -143,14 +143,20 @@ class Trainer:
             self.console.line(f"{name}: the run stops {f'after step {step}' if step else 'before its first step'}")
         self.save()
         self.checkpoints.finish()
-        self._raise_write_failure()
+        self._interruption()
         return signal_number
 
-    def _raise_write_failure(self) -> None:
-        """Stop all ranks where rank 0 could not write its log or metrics, or a checkpoint failed in the background."""
+    def _interruption(self, stop: StopSignal | None = None) -> int:
+        """Number of the signal by which all ranks stop, or 0.
+
+        Raises where rank 0 could not write its log or metrics, or a checkpoint failed in the background.
+        """
         failure = self.checkpoints.poll() or self.console.failure
-        if any_rank_true(failure is not None, device=self.topology.device):
+        own = torch.tensor([0 if stop is None else stop.received, failure is not None], device=self.topology.device)
+        signal_number, has_failed = max_across(own).tolist()
+        if has_failed:
             raise_together(failure)
+        return int(signal_number)
 
     def train_step(self) -> StepRecord:
         """One optimizer step: the passes of its plan over its micro-batches, then the update."""
@@ -264,10 +270,13 @@ class Trainer:
         self._timer.lap()
 
     def _save_first(self) -> None:
-        """Make sure that a run which may go back has a checkpoint to go back to before its first step."""
+        """Make sure that a run which may go back has a whole checkpoint to go back to before its first step.
+
+        A start from weights alone, or with new tensors of feedback, has left one that lacks a part of this run's state.
+        """
         if not self.config.resilience.max_rewinds:
             return
-        if not agree_on_rank_zero(lambda: list_checkpoints(self.checkpoints.folder)):
+        if self.start_is_partial or not agree_on_rank_zero(lambda: list_checkpoints(self.checkpoints.folder)):
             self._saved_step = -1
             self.save()
 
@@ -289,8 +298,8 @@ class Trainer:
         self.checkpoints.discard_after(manifest.step)  # now that the one to go on from is known to fit
         self.engine.optimizer.load_counters(manifest.state["optimizer"])
         self.spikes.load_state_dict(manifest.state["spikes"])
-        if self.loader is not None:
-            self.loader.rewind(manifest.state["data"], pass_over=(first, stop))
+        data = manifest.state["data"]
+        agree_on_errors(lambda: None if self.loader is None else self.loader.rewind(data, pass_over=(first, stop)))
         restored = Counters(**manifest.state["counters"])
         self.counters = replace(restored, rewinds=counters.rewinds + 1, validation_due=False)  # it was done since
         agree_on_rank_zero(lambda: self.metrics.rewind(manifest.step))
@@ -406,7 +415,7 @@ class Trainer:
         is_spike: bool,
     ) -> StepRecord:
         cross_entropy, z_mean = means
-        times = self._stragglers.end_step()
+        times = self._stragglers.end_step(epoch=0 if self.loader is None else self.loader.epoch)
         return StepRecord(
             step=self.counters.step,
             tokens=self.counters.tokens,
@@ -421,7 +430,7 @@ class Trainer:
             skipped_steps=self.counters.skipped_steps,
             spikes=self.counters.spikes,
             rewinds=self.counters.rewinds,
-            epoch=self._epoch(),
+            epoch=times.epoch,
             skipped_documents=self.counters.skipped_documents,
             starts=self.starts.starts,
             restarts=self.starts.restarts,

@@ -87,6 +87,7 @@ STRICT_NAMES = {
     "parallel": "precision",
     "data": "tokenizer streams reset_attention_mask",
     "train": "global_batch_size seed",
+    "resilience": "spikes spike_factor",
 }
 STRICT = {f"{section}.{name}" for section, names in STRICT_NAMES.items() for name in names.split()}
 """Keys that act on the run in every step: a change needs a name. A key that is added to the schema is free only if it

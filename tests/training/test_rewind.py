@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,15 @@ import torch
 from megatron.core import parallel_state
 
 from fbt_megatron.checkpoint.folder import list_checkpoints
-from fbt_megatron.checkpoint.manifest import Manifest
-from fbt_megatron.config.schema import DataConfig, ParallelConfig, ResilienceConfig, RunConfig
+from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
+from fbt_megatron.config.schema import (
+    DataConfig,
+    FeedbackConfig,
+    ParallelConfig,
+    ResilienceConfig,
+    RunConfig,
+    SchedulePhase,
+)
 from fbt_megatron.errors import NonFiniteError
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology
 from fbt_megatron.training.build import open_trainer
@@ -334,3 +342,28 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, data: Path) -> tuple[Pat
 def test_two_ranks_go_back_together(two_ranks: tuple[Path, list[dict[str, Any]]], axis: str) -> None:
     folder, ranks = two_ranks
     check(folder / axis, [found[axis] for found in ranks])
+
+
+@pytest.mark.parametrize("start", ["late feedback", "weights alone"])
+def test_a_start_that_lacks_a_part_is_saved_whole(
+    tmp_path: Path, data: Path, topology: ParallelTopology, start: str
+) -> None:
+    """The checkpoint that such a run finds in its folder is none to go back to: it has no fusion, or no optimizer."""
+    run = run_config(tmp_path / "run", data)
+    begun = replace(run, train=replace(run.train, stop_step=3))
+    if start == "late feedback":
+        plain = FeedbackConfig(fusion="none", schedule=(SchedulePhase(1.0, {1: 1.0}),))
+        train(replace(begun, feedback=plain), topology, is_bad=lambda batch: False)
+        late = (SchedulePhase(3, {1: 1.0}), SchedulePhase(1.0, {2: 1.0}))
+        run = replace(run, feedback=FeedbackConfig(schedule=late))
+    else:
+        train(begun, topology, is_bad=lambda batch: False)
+        (folder,) = [path for step, path in list_checkpoints(tmp_path / "run" / "checkpoints") if step == 3]
+        for _, other in list_checkpoints(folder.parent):
+            if other != folder:
+                shutil.rmtree(other)
+        replace(Manifest.read(folder), contents=WEIGHTS).write(folder)
+    found = train(run, topology, is_bad=lambda batch: batch in (3, 4))
+    assert found["met"] == [3, 4]
+    assert found["rewinds"] == 1
+    assert found["counters"]["step"] == STEPS

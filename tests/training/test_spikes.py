@@ -216,6 +216,17 @@ def test_a_resumed_run_remembers_the_steps_before(topology, data: Path, tmp_path
     }
 
 
+def test_windows_that_were_not_kept_up_are_no_measure(topology, data: Path, tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, data, mix={1: 1.0}, steps=6)
+    for spikes, stop_step, kept in (("report", 2, 2), ("ignore", 4, 0), ("report", 6, 2)):
+        part = replace(
+            config, train=replace(config.train, stop_step=stop_step), resilience=ResilienceConfig(spikes=spikes)
+        )
+        with open_trainer(part, topology, allowed_changes=["resilience.spikes"]) as trainer:
+            trainer.train(StopSignal())
+            assert len(trainer.spikes.state_dict().get("loss_pass_1", [])) == kept, spikes
+
+
 def _on_two_ranks(rank: int, folder: str, data: str) -> dict[Any, Any]:
     topology, found = build_topology(ParallelConfig()), {}
     for zero_stage, precision in COMBINATIONS:

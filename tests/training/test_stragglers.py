@@ -36,9 +36,10 @@ class Ranks:
     def step(self, *seconds: float | tuple[float, float]) -> tuple[int | None, float | None]:
         """Slowest rank and its ratio, where each rank takes so many seconds of computing (or of both kinds)."""
         rows = [pair if isinstance(pair, tuple) else (0.0, pair) for pair in seconds]
-        gathered = torch.tensor(rows, dtype=torch.float64)
+        gathered = torch.tensor([(*pair, epoch) for epoch, pair in enumerate(rows)], dtype=torch.float64)
         self._monkeypatch.setattr(stragglers, "gather_across", lambda own: gathered)
-        times = self.watch.end_step()
+        times = self.watch.end_step(epoch=0)
+        assert times.epoch == len(rows) - 1
         assert times.data_seconds == max(data for data, _ in rows)
         return times.slowest_rank, times.slowest_rank_ratio
 
