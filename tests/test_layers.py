@@ -25,10 +25,10 @@ LAYERS = {
     "checkpoint": 4,
     "planner": 4,
     "rank_plan": 4,
-    "evaluation": 5,
     "hf": 5,
     "inference": 6,
-    "training": 6,
+    "evaluation": 7,
+    "training": 8,
 }
 
 # Files that go with an exported model and are run from there: they know nothing of this package.
@@ -40,6 +40,8 @@ OWNERS = {
     "webdataset": ("data/",),
     "tokenizers": ("data/", "hf/tokenizer_files.py"),
     "transformers": SHIPPED,
+    "lm_eval": ("evaluation/harness.py",),
+    "math_verify": ("evaluation/answers.py",),
     "safetensors": ("hf/safetensors_files.py",),
     "megatron.core.parallel_state": ("parallel/",),
     "megatron": ("parallel/", "model/", "training/forward_backward.py"),
