@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
 _Z_95 = 1.959963984540054
 """97.5% point of the normal distribution."""
@@ -46,7 +45,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def ratio_error(totals: Sequence[float] | NDArray[np.float64], sizes: Sequence[float] | NDArray[np.float64]) -> float:
+def ratio_error(totals: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
     """Standard error of sum(totals) / sum(sizes) over independent groups: a mean per token, where documents are drawn.
 
     Tokens of one document are not independent; documents are. NaN for less than two groups.

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fbt_megatron.config.schema import EvaluationConfig
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.dataset import open_dataset
 from fbt_megatron.errors import DataError, DecodeError
 from fbt_megatron.evaluation.document_loss import Piece, document_losses, document_pieces, row_pieces
 from fbt_megatron.evaluation.statistics import ratio_error
-from fbt_megatron.hf.export import export_checkpoint
 from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.parallel.topology import ParallelTopology
-from fbt_megatron.training.build import open_trainer
-from fbt_megatron.training.resilience import StopSignal
 from tests.data.datasets import write_dataset
+from tests.evaluation.trained_run import Trained
 from tests.inference.toy import Pair, random_prompts, reference_logits
 from tests.model.reference import Row, row_losses
-from tests.training.tiny_run import read_records, tiny_run, write_data
 from tools import evaluate
 
 TOKEN_BYTES = torch.arange(60) % 4
@@ -104,33 +99,6 @@ def test_rows_fall_into_documents() -> None:
     batch = TrainBatch(*(torch.tensor(t) for t in (tokens, labels, labels, documents)), rows=torch.arange(3))
     found = [(1, 2), (4, 5, 6), (6, 7), (8, 9, 0)]
     assert list(row_pieces([[batch]])) == [Piece(number, tokens) for number, tokens in enumerate(found)]
-
-
-class Trained:
-    """A run of two steps that was validated, its export, and its last validation line."""
-
-    def __init__(self, folder: Path, topology: ParallelTopology) -> None:
-        self.run, self.exported = folder / "run", folder / "exported"
-        self.validation = write_dataset(
-            folder / "validation", [random_prompts(30, 3, 17, 1, 25, 40, seed=8, vocab_size=257)]
-        )
-        config = tiny_run(self.run, write_data(folder / "data"), mix={2: 1.0}, steps=2)
-        config = replace(
-            config,
-            data=replace(config.data, validation=str(self.validation)),
-            evaluation=EvaluationConfig(every=2, batches=1, extra_passes=1),
-        )
-        with open_trainer(config, topology, allowed_changes=[]) as trainer:
-            trainer.train(StopSignal())
-        self.record = next(
-            line for line in reversed(read_records(self.run)) if line.get("kind") == "validation" and line["step"] == 2
-        )
-        export_checkpoint(self.run, self.exported, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def trained(topology: ParallelTopology, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("trained"), topology)
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
