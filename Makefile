@@ -20,7 +20,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	touch $@
 
-$(VENV)/.installed-dev: requirements.txt requirements-dev.txt $(VENV)/.installed
+$(VENV)/.installed-dev: requirements.txt requirements-dev.txt requirements-eval.txt $(VENV)/.installed
 	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off -r requirements-dev.txt
 	touch $@
 

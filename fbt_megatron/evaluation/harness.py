@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 
-from fbt_megatron.errors import DecodeError, FBTError
+from fbt_megatron.errors import EvaluationError, FBTError
 
 VERSION = "0.4.13"
 """Of lm_eval: later ones may ask something else of a model class."""
@@ -47,13 +47,13 @@ def _check_surroundings() -> None:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found != VERSION:
-        raise DecodeError(
+        raise EvaluationError(
             f"lm_eval: {found} is installed, but the model class `fbt` is written for {VERSION}. "
             "Install it with `pip install -r requirements-eval.txt`."
         )
     num_processes = os.environ.get("WORLD_SIZE", "1")
     if num_processes != "1":
-        raise DecodeError(
+        raise EvaluationError(
             f"WORLD_SIZE={num_processes}: every process would compute the same, because the model class runs in one. "
             "Start the harness without torchrun, and give each GPU tasks of its own (device=cuda:1)."
         )

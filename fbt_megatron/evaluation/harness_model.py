@@ -19,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from fbt_megatron.errors import DecodeError
+from fbt_megatron.errors import EvaluationError
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -59,7 +59,7 @@ class FBTHarnessModel(TemplateLM):
         super().__init__()
         del max_batch_size  # of automatic batch sizes only
         if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise DecodeError(f"batch_size={batch_size}: must be a number of at least 1, the requests of a batch.")
+            raise EvaluationError(f"batch_size={batch_size}: must be a number of at least 1, the requests of a batch.")
         self.batch_size = int(batch_size)
         self._loaded = load_model(
             Path(pretrained),
@@ -117,9 +117,9 @@ class FBTHarnessModel(TemplateLM):
         }
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's template; raises DecodeError where it has none."""
+        """The tokenizer's template; raises EvaluationError where it has none."""
         if chat_template and not getattr(self.tokenizer, "chat_template", None):
-            raise DecodeError(
+            raise EvaluationError(
                 f"--apply_chat_template: the tokenizer of {self._loaded.path} has no chat template "
                 "(chat_template.jinja, or chat_template in tokenizer_config.json). Leave it out, or name another "
                 "tokenizer."
@@ -206,14 +206,14 @@ class FBTHarnessModel(TemplateLM):
     def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
         unknown = sorted(set(settings) - {*_SAMPLING_KEYS, *_OTHER_KEYS, "max_new_tokens", "max_tokens"})
         if unknown:
-            raise DecodeError(
+            raise EvaluationError(
                 f"generation_kwargs: {', '.join(unknown)}: not known to the model class `fbt`, which takes "
                 f"{', '.join((*_OTHER_KEYS, *_SAMPLING_KEYS))}. Change the task, or set others with --gen_kwargs."
             )
         chosen: dict[str, Any] = dict(normalize_gen_kwargs(settings, self._max_gen_toks))
         max_tokens, room = chosen["max_gen_toks"], self.max_length + 1 - chosen["max_gen_toks"]
         if room < 1:
-            raise DecodeError(
+            raise EvaluationError(
                 f"max_gen_toks={max_tokens}: the model was trained on rows of {self.max_length} (model.seq_length), so "
                 "there is no room for a prompt. Lower it with --gen_kwargs max_gen_toks=N."
             )
@@ -234,7 +234,7 @@ class FBTHarnessModel(TemplateLM):
     def _fitting(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         room = self.max_length + 1 - len(continuation)
         if room < 1:
-            raise DecodeError(
+            raise EvaluationError(
                 f"a continuation has {len(continuation):,} tokens, but the model was trained on rows of "
                 f"{self.max_length:,} (model.seq_length). Leave the task out, or shorten its texts."
             )

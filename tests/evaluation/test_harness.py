@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fbt_megatron.errors import DecodeError
+from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation import harness
 from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.inference.source import load_model
@@ -210,7 +210,7 @@ def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
         "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
     model = FBTHarnessModel(str(tmp_path))
-    with pytest.raises(DecodeError, match="has no chat template"):
+    with pytest.raises(EvaluationError, match="has no chat template"):
         model.chat_template(True)
     (tmp_path / "chat_template.jinja").write_text(template)
     model = FBTHarnessModel(str(tmp_path), batch_size=2)
@@ -239,11 +239,11 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
         ({"max_gen_toks": 17}, "max_gen_toks=17: the model was trained on rows of 16"),
         ({}, "max_gen_toks=256"),
     ]:
-        with pytest.raises(DecodeError, match=expected):
+        with pytest.raises(EvaluationError, match=expected):
             model.generate_until([request("a", **settings)])
-    with pytest.raises(DecodeError, match="a continuation has 17 tokens"):
+    with pytest.raises(EvaluationError, match="a continuation has 17 tokens"):
         model.loglikelihood([SimpleNamespace(args=("a", "b" * 17))])
-    with pytest.raises(DecodeError, match="batch_size=auto: must be a number"):
+    with pytest.raises(EvaluationError, match="batch_size=auto: must be a number"):
         FBTHarnessModel(str(trained.run), batch_size="auto")
 
 
