@@ -29,6 +29,7 @@ from fbt_megatron.inference.source import load_model
 logger = logging.getLogger(__name__)
 
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_ARGUMENTS = "pretrained, mode, prefill_passes, batch_size, max_gen_toks, seed, tokenizer, dtype, device"
 _OTHER_KEYS = ("until", "max_gen_toks", "do_sample")
 
 Item = TypeVar("Item")
@@ -39,7 +40,7 @@ class FBTHarnessModel(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str,
+        pretrained: str = "",
         mode: str = "standard",
         prefill_passes: int | None = None,
         *,
@@ -50,6 +51,7 @@ class FBTHarnessModel(TemplateLM):
         dtype: str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
+        **unknown: Any,
     ) -> None:
         """Load the model; the arguments are those of `--model_args`, and of the harness's `--batch_size`, `--device`.
 
@@ -58,11 +60,17 @@ class FBTHarnessModel(TemplateLM):
         """
         super().__init__()
         del max_batch_size  # of automatic batch sizes only
+        if unknown:
+            raise EvaluationError(
+                f"--model_args: {', '.join(unknown)}: not known to the model class `fbt`, which takes {_ARGUMENTS}."
+            )
+        if not pretrained:
+            raise EvaluationError("--model_args: name the model with pretrained=PATH.")
         if not str(batch_size).isdigit() or int(batch_size) < 1:
             raise EvaluationError(f"batch_size={batch_size}: must be a number of at least 1, the requests of a batch.")
         self.batch_size = int(batch_size)
         self._loaded = load_model(
-            Path(pretrained),
+            Path(str(pretrained)),
             dtype=dtype,
             device=_device(device),
             tokenizer=tokenizer,
@@ -75,6 +83,14 @@ class FBTHarnessModel(TemplateLM):
         self._seed = seed
         self._uses_chat_template = False
         self._has_warned = False
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> FBTHarnessModel:
+        """The model of `--model_args`, which also decide where the harness's own options say something else."""
+        options = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        return cls(**(options | arg_dict))
 
     @property
     def max_length(self) -> int:

@@ -253,6 +253,9 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
         ("pretrained=missing", 4, "CheckpointError: "),
         ("pretrained={run},mode=sof", 2, "DecodeError: mode=sof: must be one of"),
         ("pretrained={run},prefill_passes=2", 2, "mode standard takes one pass"),
+        ("pretrained={run},mdoe=soft", 2, "--model_args: mdoe: not known to the model class `fbt`, which takes"),
+        ("mode=soft", 2, "name the model with pretrained=PATH"),
+        ("pretrained={run},batch_size=0", 2, "batch_size=0: must be a number of at least 1"),
     ],
 )
 def test_mistakes_end_in_one_line(
