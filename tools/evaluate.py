@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -52,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     except FBTError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     if arguments.json:
         print(json.dumps(_as_json(losses, loaded, data)))
     else:

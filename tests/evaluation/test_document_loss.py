@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from fbt_megatron.errors import DataError, DecodeError
 from fbt_megatron.evaluation.document_loss import Piece, document_losses, document_pieces, row_pieces
 from fbt_megatron.evaluation.statistics import ratio_error
 from fbt_megatron.inference.decoder import DecodeMode
+from fbt_megatron.inference.source import load_model
 from fbt_megatron.parallel.topology import ParallelTopology
 from tests.data.datasets import write_dataset
 from tests.evaluation.trained_run import Trained
@@ -38,9 +41,9 @@ def expected_nats(pair: Pair, tokens: tuple[int, ...], mode: DecodeMode) -> floa
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_losses_are_those_of_the_equations(topology: ParallelTopology, batch_size: int) -> None:
-    """Pieces of 2 to 12 tokens; the second and third belong to one document."""
+    """Pieces of 2 to 8 tokens; the second and third belong to one document."""
     pair = Pair("glu, windows, untied", topology)
-    texts = random_prompts(7, 12, 2, 5, seed=4)
+    texts = random_prompts(5, 8, 2, 4, seed=4)
     pieces = [Piece(number, tuple(tokens)) for number, tokens in zip((0, 1, 1, 2), texts, strict=True)]
     told: list[int] = []
     found = document_losses(
@@ -50,17 +53,17 @@ def test_losses_are_those_of_the_equations(topology: ParallelTopology, batch_siz
     modes = [STANDARD, DecodeMode("fused", 2), DecodeMode("fused", 3), SOFT]
     assert [one.mode for one in found.modes] == modes
     num_bytes = sum(token % 4 for text in texts for token in text[1:])
-    assert (found.num_documents, found.num_tokens, found.num_bytes) == (3, 22, num_bytes)
-    assert sum(told) == 22
+    assert (found.num_documents, found.num_tokens, found.num_bytes) == (3, 15, num_bytes)
+    assert sum(told) == 15
     nats = {mode: [expected_nats(pair, piece.tokens, mode) for piece in pieces] for mode in modes}
     for one in found.modes:
         total = sum(nats[one.mode])
-        assert one.loss == pytest.approx(total / 22, rel=1e-6)
+        assert one.loss == pytest.approx(total / 15, rel=1e-6)
         assert one.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=1e-6)
         differences = [own - plain for own, plain in zip(nats[one.mode], nats[STANDARD], strict=True)]
-        assert one.difference == pytest.approx(sum(differences) / 22, rel=1e-5, abs=1e-9)
+        assert one.difference == pytest.approx(sum(differences) / 15, rel=1e-5, abs=1e-9)
         by_document = [differences[0], differences[1] + differences[2], differences[3]]
-        assert one.difference_error == pytest.approx(ratio_error(by_document, [6, 12, 4]), rel=1e-5, abs=1e-9)
+        assert one.difference_error == pytest.approx(ratio_error(by_document, [4, 8, 3]), rel=1e-5, abs=1e-9)
     assert len({round(one.loss, 4) for one in found.modes}) == 4
 
 
@@ -129,6 +132,15 @@ def test_a_run_and_its_export_agree_on_documents(trained: Trained, capsys: pytes
         for key in ("loss", "bits_per_byte", "difference", "difference_error"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
     assert result_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
+
+
+def test_rows_in_which_documents_see_each_other(trained: Trained) -> None:
+    loaded = load_model(trained.run)
+    assert loaded.config is not None
+    config = replace(loaded.config, data=replace(loaded.config.data, reset_attention_mask=False))
+    asked = Namespace(rows=True, passes=None, skip_soft=False, batch_size=4)
+    with pytest.raises(DecodeError, match=r"--rows: the run was trained with .*: false"):
+        evaluate.evaluate(replace(loaded, config=config), asked)
 
 
 def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
