@@ -17,7 +17,8 @@ _BOXES = ("\\boxed", "\\fbox")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*[A-Za-z][^{}]*\}")
 _WORD_LENGTH = 4
 """Letters from which on they are taken for a word: as a product of letters it would equal its anagrams."""
-_LEFT_OUT = re.compile(r"\\(?:left|right|,|!|;|:|\s)|\\(?:text|mathrm|mbox|textbf)\b|[\s${}]|\\$|\.$")
+_WORDING = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{([^{}]*)\}")
+_LEFT_OUT = re.compile(r"\\(?:left|right)(?![a-z])|\\[,!;:$]|\$")
 
 
 def check_math_verify() -> None:
@@ -88,7 +89,8 @@ def _plain(number: str) -> str:
 
 
 def _bare(text: str) -> str:
-    return _LEFT_OUT.sub("", text.strip()).rstrip(".")
+    """The text without what only changes its looks. Braces and spaces may separate numbers, so they stay."""
+    return " ".join(_LEFT_OUT.sub("", _WORDING.sub(r"\1", text)).split()).rstrip(".")
 
 
 def _as_formula(text: str) -> str:
