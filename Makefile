@@ -8,7 +8,7 @@ PROMPT := def read_file(path):
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev data pretrain generate tensorboard test-fast test test-all lint bench clean
+.PHONY: help setup setup-dev data pretrain generate evaluate tensorboard test-fast test test-all lint bench clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 16
@@ -20,7 +20,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	$(BIN)/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	touch $@
 
-$(VENV)/.installed-dev: requirements.txt requirements-dev.txt $(VENV)/.installed
+$(VENV)/.installed-dev: requirements.txt requirements-dev.txt requirements-eval.txt $(VENV)/.installed
 	$(BIN)/pip install --disable-pip-version-check --quiet --progress-bar off -r requirements-dev.txt
 	touch $@
 
@@ -41,6 +41,9 @@ pretrain: setup data ## Train the quickstart model (minutes on two CPU cores); r
 
 generate: setup ## Continue a line of code with the quickstart model, in the three decode modes side by side
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/generate.py runs/quickstart --prompt "$(PROMPT)" --max-tokens 60 --repetition-penalty 1.2 --compare
+
+evaluate: setup ## Loss and bits per byte of the quickstart model, after each pass and in each decode mode
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/evaluate.py runs/quickstart
 
 tensorboard: setup ## Serve the curves of the runs folder
 	$(BIN)/tensorboard --logdir runs

@@ -76,6 +76,12 @@ class DecodeError(FBTError):
     exit_status = 2
 
 
+class EvaluationError(FBTError):
+    """What is to be evaluated, or how, cannot be done with what is at hand."""
+
+    exit_status = 2
+
+
 class NonFiniteError(FBTError):
     """Too many optimizer steps in a row had a gradient that is not finite, or were spikes."""
 

@@ -11,9 +11,11 @@ from hypothesis import settings
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
 
-# transformers reads these when it is imported: it copies the code of exported models there, and looks for nothing else.
-_modules = tempfile.TemporaryDirectory(prefix="hf_modules_")
-os.environ.setdefault("HF_MODULES_CACHE", _modules.name)
+# transformers and datasets read these when they are imported: the code of exported models is copied and data is
+# prepared there, and nothing else is looked for.
+_cache = tempfile.TemporaryDirectory(prefix="hf_cache_")
+os.environ.setdefault("HF_MODULES_CACHE", f"{_cache.name}/modules")
+os.environ.setdefault("HF_DATASETS_CACHE", f"{_cache.name}/datasets")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -25,10 +25,10 @@ LAYERS = {
     "checkpoint": 4,
     "planner": 4,
     "rank_plan": 4,
-    "evaluation": 5,
     "hf": 5,
     "inference": 6,
-    "training": 6,
+    "evaluation": 7,
+    "training": 8,
 }
 
 # Files that go with an exported model and are run from there: they know nothing of this package.
@@ -39,7 +39,9 @@ OWNERS = {
     "deepspeed": ("training/engine.py",),
     "webdataset": ("data/",),
     "tokenizers": ("data/", "hf/tokenizer_files.py"),
-    "transformers": SHIPPED,
+    "transformers": (*SHIPPED, "evaluation/harness_model.py"),
+    "lm_eval": ("evaluation/harness.py", "evaluation/harness_model.py"),
+    "math_verify": ("evaluation/answers.py",),
     "safetensors": ("hf/safetensors_files.py",),
     "megatron.core.parallel_state": ("parallel/",),
     "megatron": ("parallel/", "model/", "training/forward_backward.py"),

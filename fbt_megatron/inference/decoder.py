@@ -12,7 +12,7 @@ Legend: `B` rows, `S` tokens of the longest prompt, `H` hidden, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -109,7 +109,6 @@ class Decoder:
         """Logits of each row's next token, [B, V] fp32."""
         return self.model.logits(state.hidden)
 
-    @torch.inference_mode()
     def run_passes(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None = None
     ) -> tuple[Tensor, KVCache]:
@@ -117,6 +116,20 @@ class Decoder:
 
         Without `max_new_tokens` nothing can follow, and the cache keeps nothing. Raises as `prefill` does.
         """
+        *_, last = self._passes(prompts, max_new_tokens=max_new_tokens)
+        return last
+
+    def each_pass(self, prompts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Top states [B, S, H] of one pass over the prompts after the other, each prompt at the end of its row.
+
+        Raises as `prefill` does.
+        """
+        return (hidden for hidden, _ in self._passes(prompts, max_new_tokens=None))
+
+    @torch.inference_mode()
+    def _passes(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None
+    ) -> Iterator[tuple[Tensor, KVCache]]:
         check_tokens(self.model, prompts)
         tokens, starts = self._padded(prompts)
         plain_input = self.model.plain_input(tokens)
@@ -130,12 +143,13 @@ class Decoder:
             keeps=max_new_tokens is not None,
         )
         hidden = self.model.forward(plain_input, cache)
+        yield hidden, cache
         for _ in range(1, self.mode.prefill_passes):
             before = hidden.roll(1, dims=1)  # what comes round to the first place is not used: that one is plain
             stack_input = torch.where(plain, plain_input, self.model.fused_input(tokens, before))
             cache.clear()
             hidden = self.model.forward(stack_input, cache)
-        return hidden, cache
+            yield hidden, cache
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Tokens [B, S], padded in front with id 0, and the first slot of each row, [B]."""

@@ -9,14 +9,19 @@ Legend: `B` rows, `H` hidden, `V` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fbt_megatron.errors import DecodeError
 from fbt_megatron.inference.decoder import Decoder
+
+Pair: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a context and of the continuation that is scored."""
 
 _HEAD_ROWS = 512
 """States whose logits are in memory at a time."""
@@ -37,8 +42,17 @@ class Score:
         return sum(self.logprobs)
 
 
+@dataclass(frozen=True)
+class PassScores:
+    """A batch after one pass, an entry per pair."""
+
+    scores: tuple[Score, ...]
+    hidden_deltas: tuple[float, ...] | None
+    """Sum over the tokens of `||h^(k) - h^(k-1)||_2 / sqrt(H)`, h the state that predicts the token; from pass 2 on."""
+
+
 @torch.inference_mode()
-def score(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+def score(decoder: Decoder, pairs: Sequence[Pair]) -> list[Score]:
     """Score one batch of (context, continuation) pairs of token ids.
 
     Raises DecodeError where either is empty, an id is outside the vocabulary, or both together are longer than a row of
@@ -49,12 +63,41 @@ def score(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
     for number, (context, continuation) in enumerate(pairs, start=1):
         _check_pair(decoder, context, continuation, f"pair {number}")
     if decoder.mode.name == "soft":
-        states = _soft_states(decoder, pairs)
-    else:
-        # The last token is predicted and not read.
-        hidden, _ = decoder.run_passes([[*context, *continuation[:-1]] for context, continuation in pairs])
-        states = [row[-len(continuation) :] for row, (_, continuation) in zip(hidden, pairs, strict=True)]
-    logprobs, greedy = _judge(decoder, torch.cat(states), [token for _, tokens in pairs for token in tokens])
+        return _scores(decoder, pairs, torch.cat(_soft_states(decoder, pairs)))
+    hidden, _ = decoder.run_passes(_read_tokens(pairs))
+    return _scores(decoder, pairs, _predicting(hidden, pairs))
+
+
+@torch.inference_mode()
+def score_each_pass(decoder: Decoder, pairs: Sequence[Pair]) -> Iterator[PassScores]:
+    """Score one batch as `score` does, after each pass of the mode (standard or fused) in turn. Raises as `score`."""
+    for number, (context, continuation) in enumerate(pairs, start=1):
+        _check_pair(decoder, context, continuation, f"pair {number}")
+    sizes = [len(continuation) for _, continuation in pairs]
+    before: Tensor | None = None
+    for hidden in decoder.each_pass(_read_tokens(pairs)):
+        states = _predicting(hidden, pairs)
+        deltas = None
+        if before is not None:
+            moved = (states.double() - before.double()).norm(dim=-1) / math.sqrt(states.shape[-1])
+            deltas = tuple(float(own.sum()) for own in moved.split(sizes))
+        yield PassScores(tuple(_scores(decoder, pairs, states)), deltas)
+        before = states
+
+
+def _read_tokens(pairs: Sequence[Pair]) -> list[list[int]]:
+    """What a forward over each pair reads: its last token is predicted only."""
+    return [[*context, *continuation[:-1]] for context, continuation in pairs]
+
+
+def _predicting(hidden: Tensor, pairs: Sequence[Pair]) -> Tensor:
+    """Of top states [B, S, H] those that predict the continuations, [tokens, H]."""
+    return torch.cat([row[-len(continuation) :] for row, (_, continuation) in zip(hidden, pairs, strict=True)])
+
+
+def _scores(decoder: Decoder, pairs: Sequence[Pair], states: Tensor) -> list[Score]:
+    """Score of each pair from the states that predict its continuation, all of them in one tensor [tokens, H]."""
+    logprobs, greedy = _judge(decoder, states, [token for _, tokens in pairs for token in tokens])
     sizes = [len(continuation) for _, continuation in pairs]
     return [
         Score(tuple(own.tolist()), bool(likely.all()))
@@ -79,7 +122,7 @@ def _check_pair(decoder: Decoder, context: Sequence[int], continuation: Sequence
         )
 
 
-def _soft_states(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+def _soft_states(decoder: Decoder, pairs: Sequence[Pair]) -> list[Tensor]:
     """States [tokens, H] that predict each continuation, of a recurrence over its own tokens."""
     longest = max(len(continuation) for _, continuation in pairs)
     state = decoder.prefill([context for context, _ in pairs], max_new_tokens=longest - 1)

@@ -40,6 +40,8 @@ class LoadedModel:
     tokenizer: ModelTokenizer
     path: Path
     """The checkpoint or folder that was taken."""
+    config: RunConfig | None = None
+    """Of the run that wrote the checkpoint; None for an exported folder."""
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -95,7 +97,7 @@ def load_model(
         dtype=_dtype(dtype, torch.device(device), _PRECISION_DTYPES[config.parallel.precision]),
         device=device,
     )
-    return LoadedModel(model, found, weights.path)
+    return LoadedModel(model, found, weights.path, config)
 
 
 def _load_exported(folder: Path, *, dtype: str | None, device: torch.device, tokenizer: str | None) -> LoadedModel:

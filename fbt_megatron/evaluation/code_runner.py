@@ -1,0 +1,148 @@
+"""Runs programs that a model has written: each in processes of its own, with limits, and without network.
+
+What this does not stop is listed in docs/evaluation.md. A program has passed when its last line has run, not when it
+has ended without error: one that leaves before its tests has not passed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fbt_megatron.errors import EvaluationError
+from fbt_megatron.evaluation import sandbox_child
+
+_POLL_SECONDS = 0.02
+_REASON_BYTES = 4096
+_REASON_CHARACTERS = 300
+_NO_SANDBOX = (
+    "this machine does not let a program be shut off from network and files: {reason}. Allow user namespaces "
+    "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp "
+    "profile), or run on a machine that has nothing to lose with --isolation limits."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use."""
+
+    cpu_seconds: int = 10
+    """Of each of its processes; a busy machine does not shorten it."""
+    wall_seconds: int = 60
+    """After which it is ended, busy or asleep."""
+    memory_mib: int = 2048
+    """Address space of each of its processes."""
+    file_mib: int = 16
+    """Of each file that it writes, and with namespaces of all of them."""
+    namespaces: bool = True
+    """Whether it is shut off from network, devices, other processes, and writing outside its work folder."""
+
+
+@dataclass(frozen=True)
+class CodeResult:
+    """How a program ended."""
+
+    outcome: Literal["passed", "failed", "timeout"]
+    reason: str
+    """Last line that it wrote to standard error, or why it was ended; empty where it passed."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether its last line has run."""
+        return self.outcome == "passed"
+
+
+def run_program(text: str, limits: Limits) -> CodeResult:
+    """Run a Python program. Raises EvaluationError where the limits cannot be set on this machine."""
+    token = secrets.token_hex(16)
+    reader, writer = os.pipe()
+    try:
+        with tempfile.TemporaryDirectory(prefix="program_") as folder, tempfile.TemporaryFile() as errors:
+            program, work = Path(folder, "program"), Path(folder, "work")
+            program.write_text(f"{text}\n\n__import__('os').write({writer}, {token.encode()!r})\n", encoding="utf-8")
+            work.mkdir()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", sandbox_child.__file__, json.dumps(vars(limits)), str(program)],
+                cwd=work,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=[writer],
+                start_new_session=True,
+                env={"PATH": os.environ.get("PATH", "")},
+            )
+            status = _wait(process, limits.wall_seconds)
+            last_line = _last_line(errors.fileno())
+        os.set_blocking(reader, False)
+        written = b""
+        with contextlib.suppress(BlockingIOError):
+            written = os.read(reader, len(token) + 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    if status == sandbox_child.UNAVAILABLE:
+        raise EvaluationError(_NO_SANDBOX.format(reason=last_line))
+    return _judge(status, written == token.encode(), last_line, limits)
+
+
+def run_programs(texts: Sequence[str], limits: Limits, *, at_once: int) -> list[CodeResult]:
+    """Run programs, `at_once` at a time; results in their order. Raises as `run_program` does."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda text: run_program(text, limits), texts))
+
+
+def check_isolation(limits: Limits) -> None:
+    """Raise EvaluationError where programs cannot be run with these limits on this machine."""
+    found = run_program("", limits)
+    if not found.passed:
+        raise EvaluationError(
+            f"an empty program did not run within the limits ({found.outcome}: {found.reason}). Allow it more memory "
+            "or time."
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: int) -> int | None:
+    """Exit status; None where the program had to be ended. No process of its group is left."""
+    deadline = time.monotonic() + seconds
+    ended = None
+    try:
+        # Its number must stay its own until the group has been ended, so it is looked at and not yet taken away.
+        while ended is None and time.monotonic() < deadline:
+            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    return None if ended is None else status
+
+
+def _judge(status: int | None, reached_end: bool, last_line: str, limits: Limits) -> CodeResult:
+    if status is None:
+        return CodeResult("timeout", f"ended after {limits.wall_seconds} seconds")
+    if status == 128 + signal.SIGXCPU:
+        return CodeResult("timeout", f"ended after {limits.cpu_seconds} seconds of processor time")
+    if status == 0 and reached_end:
+        return CodeResult("passed", "")
+    if status == 0:
+        return CodeResult("failed", "it left before its end")
+    return CodeResult("failed", last_line or f"exit status {status}")
+
+
+def _last_line(descriptor: int) -> str:
+    size = os.fstat(descriptor).st_size
+    text = os.pread(descriptor, _REASON_BYTES, max(0, size - _REASON_BYTES)).decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1].strip()[:_REASON_CHARACTERS] if lines else ""

@@ -1,0 +1,195 @@
+"""Loss of documents after each pass and in mode soft, for a model that decodes in one process.
+
+A piece is as much of a document as a row of the training holds: S tokens that are read, and the one after them. Its
+first token is the prompt: it is plain, has no context and is not predicted. Pass 1 is mode standard, pass N mode fused
+with N passes; in mode soft every token but the first is fused with the state before it, however many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.data.dataset import DocumentDataset
+from fbt_megatron.data.order import Span
+from fbt_megatron.errors import DataError
+from fbt_megatron.evaluation.statistics import ratio_error
+from fbt_megatron.inference.decoder import DecodeMode, Decoder
+from fbt_megatron.inference.model import DecoderModel
+from fbt_megatron.inference.scoring import Pair, score, score_each_pass
+
+_SORTED_BATCHES = 16
+"""Batches whose pieces are sorted by length together, so that little is computed on padding."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one document: the first is given, the others are predicted."""
+
+    document: int
+    """Its number, from 0; pieces of a document have the same."""
+    tokens: tuple[int, ...]
+    """2 to S + 1 ids."""
+
+
+@dataclass(frozen=True)
+class ModeLoss:
+    """Means over the predicted tokens in one mode."""
+
+    mode: DecodeMode
+    loss: float
+    """Cross entropy per token, in nats."""
+    bits_per_byte: float | None
+    """None where the data set does not know the bytes of its tokens."""
+    difference: float
+    """Of the loss to that of mode standard."""
+    difference_error: float
+    """Standard error of the difference, with documents as the independent cases; NaN for a single one."""
+    hidden_delta: float | None
+    """Mean of `||h^(k) - h^(k-1)||_2 / sqrt(H)` between the last two passes; None with one pass."""
+
+
+@dataclass(frozen=True)
+class DocumentLosses:
+    """Losses of the same tokens in several modes; `modes[0]` is standard."""
+
+    num_documents: int
+    num_tokens: int
+    """Predicted ones."""
+    num_bytes: int | None
+    """Of the text of the predicted tokens."""
+    modes: tuple[ModeLoss, ...]
+
+
+def document_pieces(dataset: DocumentDataset, *, seq_length: int, limit: int | None = None) -> Iterator[Piece]:
+    """Pieces of the first `limit` documents in stored order, each document cut from its own start at stride S.
+
+    So every token of a document but its first is predicted once.
+    """
+    spans = (Span(number, 0, shard.num_documents) for number, shard in enumerate(dataset.shards) if shard.num_documents)
+    documents = (read for span in spans for read in dataset.read(span))
+    for number, document in enumerate(islice(documents, limit)):
+        tokens = document.tokens.tolist()
+        for start in range(0, len(tokens) - 1, seq_length):
+            yield Piece(number, tuple(tokens[start : start + seq_length + 1]))
+
+
+def row_pieces(batches: Iterable[Sequence[TrainBatch]]) -> Iterator[Piece]:
+    """Pieces of packed rows: a document begins with each row, so one that goes over a row's end counts as two.
+
+    They give the losses of the rows themselves where attention stays inside documents.
+    """
+    number = 0
+    for micro_batches in batches:
+        for batch in micro_batches:
+            for row in zip(batch.tokens.tolist(), batch.labels.tolist(), batch.document_ids.tolist(), strict=True):
+                for tokens in _documents_of(*row):
+                    yield Piece(number, tokens)
+                    number += 1
+
+
+def document_losses(
+    model: DecoderModel,
+    pieces: Iterable[Piece],
+    *,
+    num_passes: int,
+    soft: bool,
+    token_bytes: Tensor | None,
+    batch_size: int,
+    progress: Callable[[int], object] = lambda num_tokens: None,
+) -> DocumentLosses:
+    """Losses after passes 1 to `num_passes`, and with `soft` in that mode, `batch_size` pieces at a time.
+
+    `token_bytes` [V] are the bytes that each id stands for; `progress` is told how many tokens have been predicted
+    since it was last called. Raises DecodeError where the model has no feedback and it is needed, DataError where there
+    is nothing to predict.
+    """
+    fused = Decoder(model, _mode_of_pass(num_passes))
+    modes = [_mode_of_pass(number) for number in range(1, num_passes + 1)]
+    decoder = Decoder(model, DecodeMode.of("soft")) if soft else None
+    if decoder is not None:
+        modes.append(decoder.mode)
+    sums = _Sums(num_passes)
+    for batch in _batches(pieces, batch_size):
+        pairs: list[Pair] = [(piece.tokens[:1], piece.tokens[1:]) for piece in batch]
+        columns = []
+        for number, after in enumerate(score_each_pass(fused, pairs)):
+            columns.append([one.total for one in after.scores])
+            sums.deltas[number] += 0.0 if after.hidden_deltas is None else math.fsum(after.hidden_deltas)
+        if decoder is not None:
+            columns.append([one.total for one in score(decoder, pairs)])
+        sums.add(batch, columns, token_bytes)
+        progress(sum(len(continuation) for _, continuation in pairs))
+    return sums.result(modes, knows_bytes=token_bytes is not None)
+
+
+class _Sums:
+    """Nats of each piece in each mode, and what is summed over all of them."""
+
+    def __init__(self, num_passes: int) -> None:
+        self.deltas = np.zeros(num_passes)
+        self._documents: list[NDArray[np.int64]] = []
+        self._sizes: list[NDArray[np.float64]] = []
+        self._nats: list[NDArray[np.float64]] = []
+        self._num_bytes = 0
+
+    def add(self, batch: Sequence[Piece], columns: list[list[float]], token_bytes: Tensor | None) -> None:
+        """Count pieces with their log-likelihoods, a column for each mode."""
+        self._documents.append(np.array([piece.document for piece in batch]))
+        self._sizes.append(np.array([len(piece.tokens) - 1 for piece in batch], dtype=np.float64))
+        self._nats.append(-np.array(columns))
+        if token_bytes is not None:
+            self._num_bytes += sum(int(token_bytes[list(piece.tokens[1:])].sum()) for piece in batch)
+
+    def result(self, modes: list[DecodeMode], *, knows_bytes: bool) -> DocumentLosses:
+        """Means of all that was added."""
+        if not self._documents:
+            raise DataError("the data holds no document of two tokens, so there is nothing to predict.")
+        numbers, places = np.unique(np.concatenate(self._documents), return_inverse=True)
+        sizes = np.bincount(places, weights=np.concatenate(self._sizes), minlength=len(numbers))
+        columns = np.concatenate(self._nats, axis=1)
+        nats = np.stack([np.bincount(places, weights=own, minlength=len(numbers)) for own in columns])
+        num_tokens, num_bytes = int(sizes.sum()), self._num_bytes if knows_bytes else None
+        losses = tuple(
+            ModeLoss(
+                mode,
+                loss=float(own.sum()) / num_tokens,
+                bits_per_byte=float(own.sum()) / math.log(2) / num_bytes if num_bytes else None,
+                difference=float((own - nats[0]).sum()) / num_tokens,
+                difference_error=ratio_error(own - nats[0], sizes),
+                hidden_delta=float(self.deltas[number]) / num_tokens if 0 < number < len(self.deltas) else None,
+            )
+            for number, (mode, own) in enumerate(zip(modes, nats, strict=True))
+        )
+        return DocumentLosses(len(numbers), num_tokens, num_bytes, losses)
+
+
+def _mode_of_pass(number: int) -> DecodeMode:
+    return DecodeMode.of("standard") if number == 1 else DecodeMode.of("fused", prefill_passes=number)
+
+
+def _documents_of(tokens: list[int], labels: list[int], documents: list[int]) -> Iterator[tuple[int, ...]]:
+    """The parts of one packed row [S] that predict something, each with the label after its last token."""
+    start = 0
+    for end in range(1, len(tokens) + 1):
+        if end < len(tokens) and documents[end] == documents[start]:
+            continue
+        after = [label for label in labels[end - 1 : end] if label != IGNORE_INDEX]
+        # A row without data has no labels at all, and a document of one token none of its own.
+        if labels[start] != IGNORE_INDEX:
+            yield (*tokens[start:end], *after)
+        start = end
+
+
+def _batches(pieces: Iterable[Piece], batch_size: int) -> Iterator[list[Piece]]:
+    source = iter(pieces)
+    while window := list(islice(source, batch_size * _SORTED_BATCHES)):
+        window.sort(key=lambda piece: len(piece.tokens))
+        yield from (window[start : start + batch_size] for start in range(0, len(window), batch_size))

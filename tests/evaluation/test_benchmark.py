@@ -1,0 +1,246 @@
+"""Answers to problems: graded, collected by any number of processes, and told once each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fbt_megatron.errors import EvaluationError
+from fbt_megatron.evaluation.benchmark import Asking, answer_problems, expected_keys
+from fbt_megatron.evaluation.code_runner import Limits
+from fbt_megatron.evaluation.problems import Problem, read_problems
+from fbt_megatron.evaluation.results import Answer, AnswerKey, ResultsFolder
+from fbt_megatron.inference.decoder import DecodeMode, Decoder
+from fbt_megatron.inference.generation import Completion, Generator, Request
+from fbt_megatron.inference.sampling import Sampling
+from fbt_megatron.inference.source import load_model
+from tests.evaluation.test_problems import HUMANEVAL, written
+from tests.evaluation.trained_run import Trained
+from tools import run_benchmark
+
+pytest.importorskip("math_verify", reason="requirements-eval.txt is not installed")
+
+MODES = [DecodeMode("standard", 1), DecodeMode("fused", 2)]
+ASKING = Asking(
+    shots="",
+    num_samples=2,
+    max_tokens=8,
+    sampling=Sampling(temperature=1.0, seed=100),
+    eos_ids=frozenset({256}),
+    batch_size=3,
+    limits=Limits(namespaces=False),
+    programs_at_once=2,
+)
+
+
+class Scripted:
+    """Stands for a model: problem n gets the answer n, which mode fused gives for even seeds alone."""
+
+    def __init__(self, mode: DecodeMode, seq_length: int = 100) -> None:
+        self.decoder = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(seq_length=seq_length)))
+        self.mode = mode
+        self.batches: list[int] = []
+
+    def generate(self, requests: Sequence[Request], *, batch_size: int) -> list[Completion]:
+        self.batches.append(len(requests))
+        assert len(requests) <= batch_size
+        return [Completion((1, 2), (0.0, 0.0), self._text(request), "eos") for request in requests]
+
+    def _text(self, request: Request) -> str:
+        number = bytes(request.prompt).decode().split()[1]
+        return f"#### {number if self.mode.name == 'standard' or request.sampling.seed % 2 == 0 else 'x'}"
+
+
+def numbered(path: Path, count: int = 5) -> list[Problem]:
+    return read_problems(written(path, *({"question": f"{n} ?", "answer": f"#### {n}"} for n in range(count))), "gsm8k")
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def answer(problems: list[Problem], folder: ResultsFolder, generators: Any, **options: Any) -> None:
+    answer_problems(problems, generators, encode, options.pop("asking", ASKING), folder, **options)
+
+
+def test_every_answer_once_in_any_number_of_processes(tmp_path: Path) -> None:
+    """Two of three processes, a torn line, then two processes for the rest: the same answers as from one."""
+    problems = numbered(tmp_path / "problems.jsonl")
+    alone, shared = ResultsFolder(tmp_path / "alone"), ResultsFolder(tmp_path / "shared")
+    for folder in (alone, shared):
+        folder.claim({"about": "numbers"})
+    counts: list[int] = []
+    answer(problems, alone, {mode: Scripted(mode) for mode in MODES}, progress=counts.append)
+    assert sum(counts) == 20
+    expected = alone.answers()
+    assert expected.keys() == expected_keys([problem.key for problem in problems], ["standard", "fused-2"], 2)
+    assert [found.correct for found in expected.values() if found.mode == "standard"] == [True] * 10
+    assert [found.correct for found in expected.values() if found.mode == "fused-2"] == [True, False] * 5
+
+    for process in (0, 2):
+        answer(problems, shared, {mode: Scripted(mode) for mode in MODES}, process=process, num_processes=3)
+    first = shared.path / "part_00000.jsonl"
+    lines = first.read_bytes().splitlines(keepends=True)
+    first.write_bytes(b"".join(lines[:-2]) + lines[-2][:30])
+    known = len(shared.answers())
+    assert known == 20 - 6 - 2
+    again = {mode: Scripted(mode) for mode in MODES}
+    for process in (0, 1):
+        answer(problems, shared, again, process=process, num_processes=2)
+    assert sum(sum(generator.batches) for generator in again.values()) == 20 - known
+    assert shared.answers() == expected
+    lines = [line for path in shared.path.glob("part_*") for line in path.read_text().splitlines()]
+    assert len(lines) == 20
+    finished = {mode: Scripted(mode) for mode in MODES}
+    answer(problems, shared, finished)
+    assert [generator.batches for generator in finished.values()] == [[], []]
+
+
+def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
+    problems, folder = numbered(tmp_path / "problems.jsonl", 3), ResultsFolder(tmp_path / "out")
+    folder.claim({})
+    longest = max(len(problem.prompt) for problem in problems)
+    asking = replace(ASKING, shots="Question: 7 ?\nAnswer: #### 7\n\n", num_samples=1)
+    answer(problems, folder, {MODES[0]: Scripted(MODES[0], seq_length=longest)}, asking=asking)
+    assert {(found.finish, found.correct, found.num_tokens) for found in folder.answers().values()} == {
+        ("too_long", False, 0)
+    }
+    assert (
+        next(iter(folder.answers().values())).detail
+        == f"the prompt has {longest + len(asking.shots)} tokens, more than {longest}"
+    )
+
+
+def test_programs_are_graded_by_their_tests(tmp_path: Path) -> None:
+    class Programmer(Scripted):
+        def _text(self, request: Request) -> str:
+            return "    return sum(numbers)\n" if request.sampling.seed % 2 == 0 else "    return 0\n"
+
+    problems = read_problems(written(tmp_path / "a.jsonl", HUMANEVAL), "humaneval")
+    folder = ResultsFolder(tmp_path / "out")
+    folder.claim({})
+    answer(problems, folder, {MODES[0]: Programmer(MODES[0], seq_length=1000)})
+    found = sorted(folder.answers().values(), key=lambda one: one.sample)
+    assert [(one.correct, one.detail) for one in found] == [(True, None), (False, "AssertionError")]
+
+
+def test_folders_keep_to_their_settings(tmp_path: Path) -> None:
+    folder = ResultsFolder(tmp_path / "out")
+    with pytest.raises(EvaluationError, match="holds no results of a benchmark"):
+        _ = folder.settings
+    folder.claim({"seed": 1, "modes": ["soft"]})
+    folder.claim({"seed": 1, "modes": ["soft"]})
+    with pytest.raises(EvaluationError, match=r"other settings: seed was 1, is 2\. Name another folder"):
+        folder.claim({"seed": 2, "modes": ["soft"]})
+    assert [path.name for path in folder.path.iterdir()] == ["settings.json"]
+    with folder.writer(0) as writer:
+        with pytest.raises(EvaluationError, match="another process writes it"):
+            folder.writer(0)
+        writer.write([Answer("soft", "1", 0, "\N{LINE SEPARATOR}\n", 1, "eos", True, None)])
+    assert folder.answers()[AnswerKey("soft", "1", 0)].text == "\N{LINE SEPARATOR}\n"
+    (folder.path / "part_00001.jsonl").write_text("{}\n")
+    with pytest.raises(EvaluationError, match="holds a line that is no answer"):
+        folder.answers()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EvaluationError, match="results cannot be written there"):
+        ResultsFolder(tmp_path / "file" / "out").claim({})
+
+
+@pytest.fixture(scope="module")
+def reader(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model with a context in which a prompt has room."""
+    folder = tmp_path_factory.mktemp("reader")
+    for path in trained.exported.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200}))
+    return folder
+
+
+def test_the_tool_from_problems_to_the_table(
+    reader: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answers are the generator's own in each mode, in one process or in two that are started by torchrun."""
+    problems = numbered(tmp_path / "problems.jsonl", 4)
+    shots = written(tmp_path / "shots.jsonl", {"question": "Q?", "answer": "#### 3"})
+    command = [
+        str(reader), "--format", "gsm8k", "--problems", str(tmp_path / "problems.jsonl"), "--limit", "3",
+        "--shots", str(shots), "--num-shots", "1", "--samples", "2", "--temperature", "1", "--max-tokens", "12",
+    ]  # fmt: skip
+    assert run_benchmark.main([*command, "--out", str(tmp_path / "one"), "--json", "--batch-size", "4"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    answers = ResultsFolder(tmp_path / "one").answers()
+    loaded = load_model(reader)
+    for name, mode in [("standard", "standard"), ("soft", "soft"), ("fused-2", "fused")]:
+        generator = Generator(Decoder(loaded.model, DecodeMode.of(mode)), tokenizer=loaded)
+        for number, problem in enumerate(problems[:3]):
+            prompt = f"Question: Q?\nAnswer: #### 3\n\n{problem.prompt}"
+            for sample in (0, 1):
+                sampling = Sampling(temperature=1.0, seed=2 * number + sample)
+                request = Request(tuple(prompt.encode()), 12, sampling, frozenset({256}), ("Question:",))
+                (done,) = generator.generate([request])
+                found = answers[AnswerKey(name, problem.key, sample)]
+                assert (found.text, found.finish) == (done.text, done.finish)
+    assert len(answers) == 3 * 3 * 2
+    assert [one["mode"] for one in report["modes"]] == ["standard", "soft", "fused-2"]
+    assert report == json.loads((tmp_path / "one" / "results.json").read_text())
+    assert report["settings"]["num_shots"] == 1
+
+    launched = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for rank in "01":
+        for key, value in (launched | {"RANK": rank}).items():
+            monkeypatch.setenv(key, value)
+        assert run_benchmark.main([*command, "--out", str(tmp_path / "two")]) == 0
+        assert capsys.readouterr().out == ""
+    for key in (*launched, "RANK"):
+        monkeypatch.delenv(key)
+    assert ResultsFolder(tmp_path / "two").answers() == answers
+    assert run_benchmark.main(["--report", str(tmp_path / "two")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"gsm8k, {reader}: 1 examples, 2 samples, temperature 1"
+    assert lines[1] == "3 problems"
+    assert len(lines) == 3 + 3 * 2 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "expected"),
+    [
+        (["--problems", "missing.jsonl"], 2, "missing.jsonl: cannot be read"),
+        (["--modes", "sof"], 2, "DecodeError: mode=sof: must be one of"),
+        (["--modes", "soft", "--prefill-passes", "2"], 2, "--prefill-passes=2: goes with mode fused"),
+        (["--temperature", "-1"], 2, "DecodeError: temperature=-1.0"),
+    ],
+)
+def test_the_tool_refuses_in_one_line(
+    reader: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], options: list[str], status: int, expected: str
+) -> None:
+    numbered(tmp_path / "problems.jsonl")
+    command = [str(reader), "--format", "gsm8k", "--problems", str(tmp_path / "problems.jsonl")]
+    assert run_benchmark.main([*command, "--out", str(tmp_path / "out"), *options]) == status
+    error = capfd.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["model"], "give MODEL, --format, --problems and --out, or --report FOLDER"),
+        (["--report", "a", "--out", "b"], "--report takes nothing but --json"),
+        (["m", "--format", "math", "--problems", "p", "--out", "o", "--samples", "2"], "set --temperature"),
+        (["m", "--format", "math", "--problems", "p", "--out", "o", "--shots", "s"], "--shots needs --num-shots"),
+        (["m", "--format", "math", "--problems", "p", "--out", "o", "--limit", "0"], "--limit must be at least 1"),
+    ],
+)
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_benchmark.main(arguments)
+    assert end.value.code == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""Losses of documents per pass and mode against the recurrence written out, and against the trainer's validation."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.data.dataset import open_dataset
+from fbt_megatron.errors import DataError, DecodeError
+from fbt_megatron.evaluation.document_loss import Piece, document_losses, document_pieces, row_pieces
+from fbt_megatron.evaluation.statistics import ratio_error
+from fbt_megatron.inference.decoder import DecodeMode
+from fbt_megatron.inference.source import load_model
+from fbt_megatron.parallel.topology import ParallelTopology
+from tests.data.datasets import write_dataset
+from tests.evaluation.trained_run import Trained
+from tests.inference.toy import Pair, random_prompts, reference_logits
+from tests.model.reference import Row, row_losses
+from tools import evaluate
+
+TOKEN_BYTES = torch.arange(60) % 4
+STANDARD, SOFT = DecodeMode("standard", 1), DecodeMode("soft", 1)
+
+
+def expected_nats(pair: Pair, tokens: tuple[int, ...], mode: DecodeMode) -> float:
+    """In fp64, each token from all before it."""
+    if mode.name == "fused":
+        row = Row(list(tokens), [0] * len(tokens), [-100] * len(tokens))
+        logits = row_losses(row, pair.weights, pair.config.model, num_passes=mode.prefill_passes)[-1][2][:-1]
+    else:
+        logits = reference_logits(pair.config, pair.weights, mode, tokens[:1], tokens[1:-1])
+    return -float(logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].sum())
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_losses_are_those_of_the_equations(topology: ParallelTopology, batch_size: int) -> None:
+    """Pieces of 2 to 8 tokens; the second and third belong to one document."""
+    pair = Pair("glu, windows, untied", topology)
+    texts = random_prompts(5, 8, 2, 4, seed=4)
+    pieces = [Piece(number, tuple(tokens)) for number, tokens in zip((0, 1, 1, 2), texts, strict=True)]
+    told: list[int] = []
+    found = document_losses(
+        pair.exact_model, pieces, num_passes=3, soft=True, token_bytes=TOKEN_BYTES, batch_size=batch_size,
+        progress=told.append,
+    )  # fmt: skip
+    modes = [STANDARD, DecodeMode("fused", 2), DecodeMode("fused", 3), SOFT]
+    assert [one.mode for one in found.modes] == modes
+    num_bytes = sum(token % 4 for text in texts for token in text[1:])
+    assert (found.num_documents, found.num_tokens, found.num_bytes) == (3, 15, num_bytes)
+    assert sum(told) == 15
+    nats = {mode: [expected_nats(pair, piece.tokens, mode) for piece in pieces] for mode in modes}
+    for one in found.modes:
+        total = sum(nats[one.mode])
+        assert one.loss == pytest.approx(total / 15, rel=1e-6)
+        assert one.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=1e-6)
+        differences = [own - plain for own, plain in zip(nats[one.mode], nats[STANDARD], strict=True)]
+        assert one.difference == pytest.approx(sum(differences) / 15, rel=1e-5, abs=1e-9)
+        by_document = [differences[0], differences[1] + differences[2], differences[3]]
+        assert one.difference_error == pytest.approx(ratio_error(by_document, [4, 8, 3]), rel=1e-5, abs=1e-9)
+    assert len({round(one.loss, 4) for one in found.modes}) == 4
+
+
+def test_what_a_model_without_feedback_has(topology: ParallelTopology) -> None:
+    model = Pair("no feedback", topology).model
+    options = {"token_bytes": None, "batch_size": 2}
+    found = document_losses(model, [Piece(0, (1, 2, 3))], num_passes=1, soft=False, **options)
+    assert [one.mode for one in found.modes] == [STANDARD]
+    assert (found.num_bytes, found.modes[0].bits_per_byte, found.modes[0].hidden_delta) == (None, None, None)
+    assert math.isnan(found.modes[0].difference_error)
+    with pytest.raises(DecodeError, match="trained without feedback"):
+        document_losses(model, [], num_passes=2, soft=False, **options)
+    with pytest.raises(DecodeError, match="trained without feedback"):
+        document_losses(model, [], num_passes=1, soft=True, **options)
+    with pytest.raises(DataError, match="no document of two tokens"):
+        document_losses(model, [], num_passes=1, soft=False, **options)
+
+
+def test_every_token_but_the_first_is_predicted_once(tmp_path: Path) -> None:
+    shards = [[[1, 2, 3, 4, 5, 256], [256]], [[6, 7, 8, 9, 256], [5, 6]]]
+    dataset = open_dataset(str(write_dataset(tmp_path, shards)), tokenizer=None, vocab_size=257, key="--data")
+    pieces = [
+        Piece(0, (1, 2, 3)), Piece(0, (3, 4, 5)), Piece(0, (5, 256)),
+        Piece(2, (6, 7, 8)), Piece(2, (8, 9, 256)), Piece(3, (5, 6)),
+    ]  # fmt: skip
+    assert list(document_pieces(dataset, seq_length=2)) == pieces
+    assert list(document_pieces(dataset, seq_length=2, limit=3)) == pieces[:5]
+
+
+def test_rows_fall_into_documents() -> None:
+    """A document that goes on behind the row, one token alone, one that ends with its row, a row that fills up."""
+    none = IGNORE_INDEX
+    tokens = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0], [0, 0, 0, 0, 0]]
+    labels = [[2, none, none, 5, 6], [7, none, 9, 0, none], [none] * 5]
+    documents = [[0, 0, 1, 2, 2], [0, 0, 1, 1, 1], [0] * 5]
+    batch = TrainBatch(*(torch.tensor(t) for t in (tokens, labels, labels, documents)), rows=torch.arange(3))
+    found = [(1, 2), (4, 5, 6), (6, 7), (8, 9, 0)]
+    assert list(row_pieces([[batch]])) == [Piece(number, tokens) for number, tokens in enumerate(found)]
+
+
+def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert evaluate.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_rows_have_the_losses_of_the_trainer(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result_of(capsys, trained.run, "--rows", "--passes", 3, "--skip-soft")
+    assert [one["mode"] for one in found["modes"]] == ["standard", "fused", "fused"]
+    for number, one in enumerate(found["modes"], start=1):
+        assert one["loss"] == pytest.approx(trained.record[f"val_loss_pass_{number}"], rel=1e-5)
+        assert one["bits_per_byte"] == pytest.approx(trained.record[f"val_bpb_pass_{number}"], rel=1e-5)
+        expected_delta = trained.record.get(f"hidden_delta_pass_{number}")
+        assert one["hidden_delta"] == (None if number == 1 else pytest.approx(expected_delta, rel=1e-4))
+
+
+def test_a_run_and_its_export_agree_on_documents(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result_of(capsys, trained.run)
+    assert found["num_documents"] == 5  # one has a single token
+    assert found["num_tokens"] == 30 + 3 + 17 + 25 + 40 - 5
+    names = [(one["mode"], one["prefill_passes"]) for one in found["modes"]]
+    assert names == [("standard", 1), ("fused", 2), ("soft", 1)]
+    exported = result_of(capsys, trained.exported, "--data", trained.validation, "--batch-size", 2)
+    for one, other in zip(found["modes"], exported["modes"], strict=True):
+        assert other.keys() == one.keys()
+        assert (other["mode"], other["prefill_passes"]) == (one["mode"], one["prefill_passes"])
+        for key in ("loss", "bits_per_byte", "difference", "difference_error"):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+    assert result_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
+
+
+def test_rows_in_which_documents_see_each_other(trained: Trained) -> None:
+    loaded = load_model(trained.run)
+    assert loaded.config is not None
+    config = replace(loaded.config, data=replace(loaded.config.data, reset_attention_mask=False))
+    asked = Namespace(rows=True, passes=None, skip_soft=False, batch_size=4)
+    with pytest.raises(DecodeError, match=r"--rows: the run was trained with .*: false"):
+        evaluate.evaluate(replace(loaded, config=config), asked)
+
+
+def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate.main([str(trained.run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "5 documents, 110 predicted tokens, 110 bytes of text"
+    assert [line.split("  ")[0] for line in lines[3:6]] == ["pass 1 (standard)", "pass 2 (fused)", "soft"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "expected"),
+    [
+        (["{exported}"], 3, "names no data for validation"),
+        (["{exported}", "--rows"], 3, "--rows: "),
+        (["{run}", "--data", "missing"], 3, "DataError: --data=missing"),
+        (["missing"], 4, "CheckpointError"),
+    ],
+)
+def test_the_tool_refuses_in_one_line(
+    trained: Trained, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, expected: str
+) -> None:
+    named = [text.format(exported=trained.exported, run=trained.run) for text in arguments]
+    assert evaluate.main(named) == status
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1

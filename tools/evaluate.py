@@ -1,0 +1,195 @@
+"""Loss and bits per byte of a model on shards: after each pass, and in the three decode modes.
+
+Examples:
+  python tools/evaluate.py runs/quickstart
+  python tools/evaluate.py exported --data shards/validation --passes 4 --json
+  python tools/evaluate.py runs/fbt_1b/checkpoints/step_00050000 --limit 500 --skip-soft --batch-size 32
+  python tools/evaluate.py runs/quickstart --rows     # the rows of the run's own validation
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fbt_megatron.data.dataset import DocumentDataset, open_dataset
+from fbt_megatron.data.loader import build_validation_loader
+from fbt_megatron.errors import DataError, DecodeError, FBTError
+from fbt_megatron.evaluation.document_loss import (
+    DocumentLosses,
+    ModeLoss,
+    Piece,
+    document_losses,
+    document_pieces,
+    row_pieces,
+)
+from fbt_megatron.inference.decoder import FUSED_PASSES
+from fbt_megatron.inference.source import LoadedModel, load_model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
+    arguments = _parse_arguments(argv)
+    try:
+        loaded = load_model(
+            arguments.model,
+            dtype=arguments.dtype,
+            device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            tokenizer=arguments.tokenizer,
+            log=partial(print, file=sys.stderr),
+        )
+        losses, data = evaluate(loaded, arguments)
+    except FBTError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if arguments.json:
+        print(json.dumps(_as_json(losses, loaded, data)))
+    else:
+        print("\n".join(_table(losses, loaded, data)))
+    return 0
+
+
+def evaluate(loaded: LoadedModel, arguments: argparse.Namespace) -> tuple[DocumentLosses, str]:
+    """The losses, and the name of the data that they are of; raises FBTError."""
+    has_feedback = loaded.model.fusion != "none"
+    passes = arguments.passes or (FUSED_PASSES if has_feedback else 1)
+    pieces, total, token_bytes, data = _rows(loaded) if arguments.rows else _documents(loaded, arguments)
+    with tqdm(total=total, unit="tok", unit_scale=True, disable=None, file=sys.stderr) as bar:
+        losses = document_losses(
+            loaded.model,
+            pieces,
+            num_passes=passes,
+            soft=has_feedback and not arguments.skip_soft,
+            token_bytes=token_bytes,
+            batch_size=arguments.batch_size,
+            progress=bar.update,
+        )
+    return losses, data
+
+
+def _documents(
+    loaded: LoadedModel, arguments: argparse.Namespace
+) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
+    """Pieces of whole documents, how many tokens there are at most, bytes per token, name of the data."""
+    config = loaded.config
+    spec = arguments.data or (config.data.validation if config is not None else None)
+    if not spec:
+        raise DataError(f"{loaded.path} names no data for validation (data.validation). Name some with --data.")
+    dataset = open_dataset(
+        spec,
+        tokenizer=arguments.text_tokenizer or (config.data.tokenizer if config is not None else None),
+        vocab_size=loaded.model.config.vocab_size,
+        key="--data" if arguments.data else "data.validation",
+    )
+    pieces = document_pieces(dataset, seq_length=loaded.model.config.seq_length, limit=arguments.limit)
+    total = None if arguments.limit else dataset.num_tokens
+    return pieces, total, _bytes_of(dataset), spec if isinstance(spec, str) else ", ".join(spec)
+
+
+def _rows(loaded: LoadedModel) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
+    """The same for the rows of the run's own validation."""
+    config = loaded.config
+    loader = None if config is None else build_validation_loader(config, dp_rank=0, dp_size=1)
+    if config is None or loader is None:
+        raise DataError(f"--rows: {loaded.path} belongs to no run with data.validation. Name documents with --data.")
+    if not config.data.reset_attention_mask:
+        raise DecodeError(
+            "--rows: the run was trained with data.reset_attention_mask: false, so the documents of its rows see each "
+            "other, and decoding takes them one by one. Leave --rows out."
+        )
+    total = len(loader) * config.train.global_batch_size * config.model.seq_length
+    return row_pieces(loader), total, loader.token_bytes, f"{len(loader)} batches of the run's validation"
+
+
+def _bytes_of(dataset: DocumentDataset) -> Tensor | None:
+    return None if dataset.token_bytes is None else torch.from_numpy(dataset.token_bytes)
+
+
+def _table(losses: DocumentLosses, loaded: LoadedModel, data: str) -> Iterator[str]:
+    text = "" if losses.num_bytes is None else f", {losses.num_bytes:,} bytes of text"
+    yield f"{loaded.path} on {data}"
+    yield f"{losses.num_documents:,} documents, {losses.num_tokens:,} predicted tokens{text}"
+    yield f"{'mode':20} {'loss':>9} {'bits/byte':>10} {'to standard':>22} {'hidden delta':>13}"
+    for one in losses.modes:
+        bits = "" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
+        delta = "" if one.hidden_delta is None else f"{one.hidden_delta:.4f}"
+        yield f"{_name(one):20} {one.loss:9.4f} {bits:>10} {_difference(one):>22} {delta:>13}".rstrip()
+    if len(losses.modes) > 1:
+        yield "after +-: one standard error, with documents as the independent cases"
+
+
+def _name(one: ModeLoss) -> str:
+    passes = one.mode.prefill_passes
+    return f"pass {passes} (fused)" if passes > 1 else "soft" if one.mode.feedback else "pass 1 (standard)"
+
+
+def _difference(one: ModeLoss) -> str:
+    if not one.mode.feedback:
+        return ""
+    error = "" if math.isnan(one.difference_error) else f" +- {one.difference_error:.4f}"
+    return f"{one.difference:+.4f}{error}"
+
+
+def _as_json(losses: DocumentLosses, loaded: LoadedModel, data: str) -> dict[str, Any]:
+    modes = [
+        {
+            "mode": one.mode.name,
+            "prefill_passes": one.mode.prefill_passes,
+            "loss": one.loss,
+            "bits_per_byte": one.bits_per_byte,
+            "difference": one.difference,
+            "difference_error": None if math.isnan(one.difference_error) else one.difference_error,
+            "hidden_delta": one.hidden_delta,
+        }
+        for one in losses.modes
+    ]
+    return {
+        "model": str(loaded.path),
+        "data": data,
+        "num_documents": losses.num_documents,
+        "num_tokens": losses.num_tokens,
+        "num_bytes": losses.num_bytes,
+        "modes": modes,
+    }
+
+
+def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="run directory, step_* folder, or exported folder")
+    add("--data", metavar="DATA", help="folder of shards or tars (default: the run's data.validation)")
+    add("--rows", action="store_true", help="the rows of the run's own validation: the losses of its metrics.jsonl")
+    add("--passes", type=int, metavar="N", help=f"passes 1 to N ({FUSED_PASSES}; 1 without feedback)")
+    add("--skip-soft", action="store_true", help="leave out mode soft, which goes token by token")
+    add("--limit", type=int, metavar="DOCUMENTS", help="the first documents only")
+    add("--batch-size", type=int, default=16, help="pieces of documents computed together (%(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--text-tokenizer", metavar="TOKENIZER", help="of tars that hold text (default: the run's data.tokenizer)")
+    add("--tokenizer", help="folder, tokenizer.json or bytes, in place of the model's own")
+    add("--dtype", choices=("float32", "bfloat16"), help="type to compute in (float32 on a CPU)")
+    add("--device", help="device of PyTorch, e.g. cpu or cuda:1 (a GPU where there is one)")
+    arguments = parser.parse_args(argv)
+    for name in ("passes", "limit", "batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if arguments.rows and (arguments.data or arguments.limit):
+        parser.error("--rows takes the run's validation as it is: leave --data and --limit out")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
