@@ -334,9 +334,14 @@ class CheckpointConfig:
     """Write in the background while training goes on; it stops for the copy to host memory only."""
     load: str | None = None
     """A checkpoint (or a run folder) to start from when `run_dir` has none of its own."""
+    load_weights_only: bool = False
+    """Take nothing but the weights of `load`: the run begins at step 0 with a fresh optimizer and its own data, as it
+    does from a checkpoint that holds weights alone."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "every keep keep_every")
+        if self.load_weights_only and self.load is None:
+            yield "load_weights_only=true: load is null. Name the checkpoint in load, or set load_weights_only: false."
 
 
 @dataclass(frozen=True)
