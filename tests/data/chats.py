@@ -61,6 +61,25 @@ def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
     return tokenizer
 
 
+def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
+    """Tokens of a conversation in ChatML, and whether all bytes of each belong to an answer with its end of turn."""
+    text, answer_bytes = b"", set[int]()
+    for message in messages:
+        text += f"<|im_start|>{message['role']}\n".encode()
+        end = text + f"{message['content']}<|im_end|>".encode()
+        if message["role"] == "assistant":
+            answer_bytes |= set(range(len(text), len(end)))
+        text = end + b"\n"
+    tokenizer = bpe(CHATML_TOKENS)
+    tokens, place = [], 0
+    for token in tokenizer.encode(text.decode(), add_special_tokens=False).ids:
+        stop = place + len(tokenizer.id_to_token(token))  # byte-level tokens have a character for each byte
+        tokens.append((token, answer_bytes.issuperset(range(place, stop))))
+        place = stop
+    assert place == len(text)
+    return tokens
+
+
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, template: Any = None, **config: str) -> str:
     """The folder of a tokenizer with a template and its special tokens; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)

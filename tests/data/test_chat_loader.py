@@ -18,7 +18,7 @@ from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.loader import TrainLoader, build_train_loader, build_validation_loader
 from fbt_megatron.data.loader_state import merge_loader_states
 from fbt_megatron.errors import ConfigError, DataError, DataSetupError
-from tests.data.chats import CHATML, CHATML_TOKENS, TEXT, bpe, chat, write_chatml, write_lines
+from tests.data.chats import CHATML, TEXT, chat, masked_tokens, write_chatml, write_lines
 from tests.data.range_server import serve
 
 VOCAB = 320  # more than the tokenizer has
@@ -30,25 +30,6 @@ def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
     draw = random.Random(seed)
     texts = [TEXT[draw.randrange(40) :][: draw.randrange(60)] for _ in range(6 * count)]
     return [chat(*texts[6 * n : 6 * n + draw.choice((2, 4, 6))]) for n in range(count)]
-
-
-def expected(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
-    """Tokens of a conversation and whether they are trained: those whose bytes all belong to an answer or its end."""
-    text, answer_bytes = b"", set[int]()
-    for message in messages:
-        text += f"<|im_start|>{message['role']}\n".encode()
-        end = text + f"{message['content']}<|im_end|>".encode()
-        if message["role"] == "assistant":
-            answer_bytes |= set(range(len(text), len(end)))
-        text = end + b"\n"
-    tokenizer = bpe(CHATML_TOKENS)
-    tokens, place = [], 0
-    for token in tokenizer.encode(text.decode(), add_special_tokens=False).ids:
-        stop = place + len(tokenizer.id_to_token(token))  # byte-level tokens have a character for each byte
-        tokens.append((token, answer_bytes.issuperset(range(place, stop))))
-        place = stop
-    assert place == len(text)
-    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +75,7 @@ def read(loader: TrainLoader, num_steps: int) -> dict[int, dict[str, list[int]]]
 def test_labels_of_a_whole_epoch(folder: Path, tokenizer: str) -> None:
     """One stream in stored order: every row, with conversations that are cut, against the tokens one by one."""
     both = [*conversations(13, 1), *conversations(10, 2)]
-    stream = [(number, *token) for number, messages in enumerate(both) for token in expected(messages)]
+    stream = [(number, *token) for number, messages in enumerate(both) for token in masked_tokens(messages)]
     config = config_of(folder, tokenizer, streams=1, validation=str(folder))
     config = replace(config, train=replace(config.train, global_batch_size=1))
     loader = build_validation_loader(replace(config, evaluation=EvaluationConfig(batches=400)), dp_rank=0, dp_size=1)
