@@ -53,7 +53,7 @@ class ChatTemplate:
     """A template and the variables that it is rendered with."""
 
     def __init__(
-        self, source: str, where: str, *, variables: Mapping[str, str], control_tokens: frozenset[str] = frozenset()
+        self, source: str, where: str, *, variables: Mapping[str, str], control_tokens: frozenset[str]
     ) -> None:
         """Compile a template.
 
@@ -85,11 +85,20 @@ class ChatTemplate:
 
         Raises:
             DataError: the template does not take this conversation. DataSetupError where it does not say which text is
-                the assistant's.
+                the assistant's, or what ends it.
         """
         whole = self._render(messages, where)
-        if self._is_marked:
-            return _take_marks(whole)
+        chat = _take_marks(whole) if self._is_marked else self._find_answers(messages, whole, where)
+        start, stop = chat.answers[-1] if chat.answers else (0, 0)
+        if start < stop and not chat.text[:stop].rstrip().endswith(tuple(self._control_tokens)):
+            raise DataSetupError(
+                f"{where}: {self._where} ends the last answer with no special token, so a model would not learn to end "
+                "its turn. Use a template that does (data.chat_template), inside of {% generation %} if it has that."
+            )
+        return chat
+
+    def _find_answers(self, messages: Messages, whole: str, where: str) -> RenderedChat:
+        """The answers in the text of a conversation, by rendering what is before and up to each."""
         answers = []
         for number, message in enumerate(messages):
             if message["role"] == ASSISTANT:

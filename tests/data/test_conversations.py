@@ -169,7 +169,7 @@ def test_where_a_template_is(tmp_path: Path) -> None:
     ids = lines_of(write_chatml(tmp_path / "t")).encode(chat("a", "b"), "here").tokens.tolist()
     named = write_chatml(tmp_path / "n", [{"name": "x", "template": ""}, {"name": "default", "template": CHATML}])
     assert lines_of(named).encode(chat("a", "b"), "here").tokens.tolist() == ids
-    (tmp_path / "n" / "chat_template.jinja").write_text(HEADERS)
+    (tmp_path / "n" / "chat_template.jinja").write_text("A chat: " + CHATML)
     assert lines_of(named).encode(chat("a", "b"), "here").tokens.tolist() != ids
     (tmp_path / "file.jinja").write_text(CHATML)
     assert lines_of(named, tmp_path / "file.jinja").encode(chat("a", "b"), "here").tokens.tolist() == ids
@@ -183,6 +183,7 @@ def test_where_a_template_is(tmp_path: Path) -> None:
         lines_of(write_chatml(tmp_path / "bad", "{% for x in y %}{% endfoo %}"))
 
 
+ENDLESS = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|eot|>")
 REASONING = CHATML.replace(
     "message['content'] +", "(message['content'] if loop.last else message['content'].split('!')[-1]) +"
 )
@@ -197,9 +198,12 @@ REASONING = CHATML.replace(
         (REASONING, chat("a", "think! b", "c", "d"), DataSetupError, r"here: the text of messages\[1\].*generation"),
         ("{{ messages | length }}{{ messages[0].content }}", chat("a", "b"), DataSetupError, r"messages\[1\]"),
         ("{{ messages[0].content }}", chat("a", "b"), DataError, "here: the chat template leaves no token"),
+        (CHATML.replace("<|im_end|>", ""), chat("a", "b"), DataSetupError, "here: .* with no special token"),
+        (ENDLESS, chat("a", "b<|eot|>"), DataSetupError, "here: .* with no special token"),
     ],
 )
 def test_refused(tmp_path: Path, template: str, messages: Any, error: type[DataError], message: str) -> None:
+    template = template.replace("<|im_end|>", "<|eot|>")
     folder = write_tokenizer(tmp_path, bpe(HEADER_TOKENS), template, bos_token="<|begin|>", eos_token="<|eot|>")
     with pytest.raises(DataError, match=message) as caught:
         lines_of(folder).encode(messages, "here")
