@@ -19,7 +19,7 @@ from fbt_megatron.errors import DataError
 
 LINES_SUFFIX = ".jsonl"
 LINE_COLUMNS = 4
-"""Of the index: offset, bytes, checksum (CRC-32), and number of the line in the file, counted from 1."""
+"""Of the index: offset, bytes (in place of the number of tokens), checksum (CRC-32), number of the line from 1 on."""
 
 
 def find_line_shards(spec: str | Sequence[str], *, key: str) -> list[Shard]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fbt_megatron.data.chat_template import load_chat_template
@@ -29,6 +29,7 @@ from tests.data.chats import (
     write_tokenizer,
 )
 
+BOS, EOS = "<s>", "</s>"
 MARKED = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -233,3 +234,20 @@ def test_json_of_a_message_is_not_escaped(tmp_path: Path) -> None:
     messages = json.loads(line)["messages"]
     decoded = lines_of(write_chatml(tmp_path)).encode(messages, "here")
     assert load_tokenizer(str(tmp_path)).decode(decoded.tokens[decoded.trained].tolist()) == "ü<>&'"
+
+
+def test_a_tokenizer_that_writes_spaces_into_words(tmp_path: Path) -> None:
+    """Its first word has a space that is not in the text; turns are told by text and EOS, as of Llama 2."""
+    template = (
+        "{% for message in messages %}"
+        "{% if message.role == 'user' %}{{ bos_token + '[INST] ' + message.content + ' [/INST]' }}"
+        "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
+    words = ["<unk>", BOS, EOS, "\u2581[INST]", "\u2581[/INST]", "\u2581two", "\u2581Four", "\u2581why", "\u2581so"]
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    folder = write_tokenizer(tmp_path, tokenizer, template, bos_token=BOS, eos_token=EOS)
+    ids, trained = as_lists(lines_of(folder).encode(chat("two", "Four", "why", "so two"), "here"))
+    assert ids == [1, 3, 5, 4, 6, 2, 1, 3, 7, 4, 8, 5, 2]
+    assert trained == [False] * 4 + [True] * 2 + [False] * 4 + [True] * 3
