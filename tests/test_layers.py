@@ -38,6 +38,7 @@ SHIPPED = ("hf/configuration_fbt.py", "hf/modeling_fbt.py")
 OWNERS = {
     "deepspeed": ("training/engine.py",),
     "webdataset": ("data/",),
+    "jinja2": ("data/chat_template.py",),
     "tokenizers": ("data/", "hf/tokenizer_files.py"),
     "transformers": (*SHIPPED, "evaluation/harness_model.py"),
     "lm_eval": ("evaluation/harness.py", "evaluation/harness_model.py"),

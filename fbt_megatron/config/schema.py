@@ -268,13 +268,19 @@ class ParallelConfig:
 class DataConfig:
     """Training and validation data."""
 
+    kind: Literal["documents", "chat"] = "documents"
+    """`documents`: shards, of which every token is trained. `chat`: `.jsonl` files of conversations, of which the
+    assistant's messages are trained."""
     train: str | tuple[str, ...] = ""
     """A data set made by `tools/build_shards.py` (folder or URL prefix), or shards: a path or URL with brace expansion,
-    or a list."""
+    or a list. With `kind: chat` files or folders of `.jsonl`, in the same ways."""
     validation: str | tuple[str, ...] | None = None
     """The same for validation; `null`: no validation."""
     tokenizer: str | None = None
-    """Tokenizer (`tokenizer.json`, folder, or `bytes`) for shards that hold text; token shards carry theirs."""
+    """Tokenizer (`tokenizer.json`, folder, or `bytes`) for shards that hold text; token shards carry theirs.
+    `kind: chat` needs one with special tokens, that of the model."""
+    chat_template: str | None = None
+    """With `kind: chat`: a file with a Jinja template in place of the tokenizer's own."""
     streams: int = 8
     """Number of logical streams (V). The order of samples depends on it, and on nothing about the cluster."""
     workers: int = 0
@@ -294,6 +300,10 @@ class DataConfig:
         yield from _fractions(self, "max_skipped")
         if not self.train:
             yield "train is empty: name a data set folder or shards."
+        if self.kind == "chat" and self.tokenizer is None:
+            yield "tokenizer=null: kind chat needs the tokenizer of the model. Name its folder or tokenizer.json."
+        if self.kind != "chat" and self.chat_template is not None:
+            yield f"chat_template={self.chat_template}: is for kind: chat only. Set that, or chat_template: null."
 
 
 @dataclass(frozen=True)
@@ -334,9 +344,14 @@ class CheckpointConfig:
     """Write in the background while training goes on; it stops for the copy to host memory only."""
     load: str | None = None
     """A checkpoint (or a run folder) to start from when `run_dir` has none of its own."""
+    load_weights_only: bool = False
+    """Take nothing but the weights of `load`: the run begins at step 0 with a fresh optimizer and its own data, as it
+    does from a checkpoint that holds weights alone."""
 
     def problems(self) -> Iterator[str]:
         yield from _positive(self, "every keep keep_every")
+        if self.load_weights_only and self.load is None:
+            yield "load_weights_only=true: load is null. Name the checkpoint in load, or set load_weights_only: false."
 
 
 @dataclass(frozen=True)

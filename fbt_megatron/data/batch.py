@@ -21,7 +21,8 @@ class TrainBatch:
     tokens: Tensor
     """[B, S] int64, input tokens."""
     labels: Tensor
-    """[B, S] int64, the token after each input token; `IGNORE_INDEX` where that one belongs to another document."""
+    """[B, S] int64, the token after each input token; `IGNORE_INDEX` where that one belongs to another document or
+    is not trained."""
     positions: Tensor
     """[B, S] int64, position inside the document's part of the row: 0 at every row start and document start."""
     document_ids: Tensor

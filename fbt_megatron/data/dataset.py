@@ -32,6 +32,8 @@ class DocumentDataset:
     """Token that fills rows without data: the end-of-document id, or 0 where it is not known."""
     token_bytes: IntArray | None
     """[vocabulary] bytes of text per token id, where the tokenizer is known."""
+    encoding: str = ""
+    """SHA-256 (hex) of what turns text into ids, where that is no part of the shards."""
 
     @property
     def num_documents(self) -> int:
@@ -46,8 +48,9 @@ class DocumentDataset:
     @property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what the order of documents depends on; the same wherever the shards lie."""
-        lines = (f"{shard.identity} {shard.num_documents}" for shard in self.shards)
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        lines = [f"{shard.identity} {shard.num_documents}" for shard in self.shards]
+        encoding = [self.encoding] if self.encoding else []
+        return hashlib.sha256("\n".join([*lines, *encoding]).encode()).hexdigest()
 
     def read(self, span: Span) -> Iterator[ReadDocument]:
         """The documents of `span`, in order; see `DocumentReader.read`."""

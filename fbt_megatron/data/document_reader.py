@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fbt_megatron.data import storage
 from fbt_megatron.data.retries import Backoff
-from fbt_megatron.data.samples import SampleDecoder, damaged, read_samples
+from fbt_megatron.data.samples import SampleDecoder
 from fbt_megatron.data.shards import Shard
 from fbt_megatron.errors import DataError, DataSetupError
 
@@ -38,6 +38,8 @@ class ReadDocument:
     """Name of its sample; empty where it is not known."""
     tokens: IntArray
     """[tokens] ids; none where it was passed over."""
+    trained: NDArray[np.bool_] | None = None
+    """[tokens] whether a token is trained where it is a label; `None`: all of them."""
     skipped: bool = False
     skipped_tokens: int = 0
     """Tokens that it has by the index, where it was passed over and there is an index."""
@@ -113,18 +115,17 @@ class DocumentReader:
     ) -> Iterator[ReadDocument]:
         """Documents `first` to `stop - 1` out of the stream of `_open`."""
         skip = first if storage.is_sequential(shard.location) else 0
-        samples = read_samples(stream, shard.location, skip=skip, count=stop - first, suffixes=self._decoder.suffixes)
         document = first
-        for key, sample in samples:
+        for sample in self._decoder.read(stream, shard.location, index[first:stop], skip=skip):
             try:
-                tokens = self._decoder.decode(sample, index[document], f"{shard.location}: sample {key}")
+                decoded = self._decoder.decode(sample, index[document])
             except DataError as error:
                 yield from self._pass_over(shard, index, document, document + 1, error)
             else:
-                yield ReadDocument(key, tokens)
+                yield ReadDocument(sample.key, decoded.tokens, decoded.trained)
             document += 1
         if document < stop:
-            raise damaged(shard.location, f"it ends after {document} of {shard.num_documents} documents")
+            raise self._decoder.damaged(shard.location, f"it ends after {document} of {shard.num_documents} documents")
 
     def _pass_over(
         self, shard: Shard, index: IntArray | None, first: int, stop: int, error: DataError

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.batch import TrainBatch
+from fbt_megatron.data.conversations import open_conversations
 from fbt_megatron.data.dataset import DocumentDataset, open_dataset
 from fbt_megatron.data.loader_state import LoaderState
 from fbt_megatron.data.order import DocumentOrder
@@ -265,7 +266,11 @@ def _collate(delivery: _Delivery, layout: StreamLayout) -> TrainBatch:
     )
 
 
-def _open(config: RunConfig, section: str, *, on_error: Literal["stop", "skip"]) -> DocumentDataset:
+def _open(
+    config: RunConfig, section: Literal["train", "validation"], *, on_error: Literal["stop", "skip"]
+) -> DocumentDataset:
+    if config.data.kind == "chat":
+        return open_conversations(config.data, section, vocab_size=config.model.vocab_size, on_error=on_error)
     return open_dataset(
         getattr(config.data, section),
         tokenizer=config.data.tokenizer,

@@ -2,8 +2,9 @@
 
 The documents of a stream are one long sequence of tokens x. Row k has the inputs x[k*S : k*S + S] and the labels
 x[k*S + 1 : k*S + S + 1], so rows need S + 1 tokens, follow each other at stride S, and no token is dropped: documents
-are cut wherever a row ends. A label that belongs to another document than its input is masked. That decision uses
-where documents end, never token values, so a padding id equal to the end-of-document id hides nothing.
+are cut wherever a row ends. A label that belongs to another document than its input is masked, and so is one that its
+document says is not trained. Both decisions use places, never token values, so a padding id equal to the
+end-of-document id hides nothing.
 
 Example: documents A = [5, 6, 7, E] and B = [8, 9, E], S = 7:
 
@@ -63,6 +64,8 @@ class Document:
     """[tokens] unsigned ids as stored."""
     start: Cursor
     """Place of `tokens[0]`."""
+    trained: NDArray[np.bool_] | None = None
+    """[tokens] whether a token is trained where it is a label; `None`: all of them."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,15 @@ def pack_rows(documents: Iterator[Document], *, seq_length: int, pad_id: int | N
         yield _take_padded_row(pending, num_pending, seq_length, pad_id)
 
 
-def build_row(tokens: Array, is_document_start: NDArray[np.bool_], next_row: Cursor) -> PackedRow:
+def build_row(
+    tokens: Array, is_document_start: NDArray[np.bool_], is_trained: NDArray[np.bool_], next_row: Cursor
+) -> PackedRow:
     """Inputs, labels, positions and document ids of one row.
 
     Args:
         tokens: [S + 1] int64.
         is_document_start: [S + 1], true where a document begins; the first entry does not matter.
+        is_trained: [S + 1], false for tokens that are no labels; the first entry does not matter.
         next_row: place of `tokens[S]`.
     """
     seq_length = len(tokens) - 1
@@ -118,7 +124,7 @@ def build_row(tokens: Array, is_document_start: NDArray[np.bool_], next_row: Cur
     index = np.arange(seq_length, dtype=np.int64)
     return PackedRow(
         tokens=tokens[:-1],
-        labels=np.where(is_document_start[1:], IGNORE_INDEX, tokens[1:]),
+        labels=np.where(is_document_start[1:] | ~is_trained[1:], IGNORE_INDEX, tokens[1:]),
         positions=index - np.maximum.accumulate(np.where(begins, index, 0)),
         document_ids=np.cumsum(begins, dtype=np.int64) - 1,
         next=next_row,
@@ -140,6 +146,7 @@ def _take_row(pending: deque[Document], seq_length: int) -> PackedRow:
     """Build a row from the first S + 1 pending tokens and remove the first S of them."""
     tokens = np.empty(seq_length + 1, dtype=np.int64)
     is_start = np.zeros(seq_length + 1, dtype=np.bool_)
+    is_trained = np.ones(seq_length + 1, dtype=np.bool_)
     keys = []
     filled = 0
     while True:
@@ -147,6 +154,8 @@ def _take_row(pending: deque[Document], seq_length: int) -> PackedRow:
         piece = document.tokens[: seq_length + 1 - filled]
         tokens[filled : filled + len(piece)] = piece
         is_start[filled] = True
+        if document.trained is not None:
+            is_trained[filled : filled + len(piece)] = document.trained[: len(piece)]
         if filled < seq_length:
             keys.append(document.key)
         if filled + len(piece) > seq_length:
@@ -156,7 +165,7 @@ def _take_row(pending: deque[Document], seq_length: int) -> PackedRow:
     # A first document that was cut before is no document start, but `build_row` ignores entry 0; one that begins with
     # the last token of the row is, and masks the last label.
     pending[0] = _without_first(document, seq_length - filled)
-    row = build_row(tokens, is_start, pending[0].start)
+    row = build_row(tokens, is_start, is_trained, pending[0].start)
     return replace(row, documents=tuple(keys))
 
 
@@ -172,5 +181,6 @@ def _take_padded_row(pending: deque[Document], num_pending: int, seq_length: int
 
 
 def _without_first(document: Document, num_tokens: int) -> Document:
+    trained = None if document.trained is None else document.trained[num_tokens:]
     start = document.start.after_tokens(num_tokens)
-    return Document(key=document.key, tokens=document.tokens[num_tokens:], start=start)
+    return Document(key=document.key, tokens=document.tokens[num_tokens:], start=start, trained=trained)

@@ -12,6 +12,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, BinaryIO, Protocol
 
@@ -39,31 +40,77 @@ _NUM_SPECIAL_TOKENS = 2  # BOS and EOS
 _METADATA_NAME = re.compile(r"__[^/]*__($|/)")  # webdataset passes over such members
 
 IntArray = NDArray[np.int64]
-Sample = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One document as a shard holds it."""
+
+    key: str
+    """Its name in the data set."""
+    where: str
+    """Names shard and sample in messages."""
+    members: dict[str, Any]
+    """Contents by suffix."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One document as it is trained."""
+
+    tokens: IntArray
+    """[tokens] ids, int64; none for a document without text."""
+    trained: NDArray[np.bool_] | None = None
+    """[tokens] whether a token is trained where it is a label; `None`: all of them."""
 
 
 class SampleDecoder(Protocol):
-    """Turns one sample of a tar into token ids."""
+    """Reads the samples of one kind of shard and turns them into token ids."""
 
-    @property
-    def suffixes(self) -> frozenset[str]:
-        """Suffixes of the members it needs."""
-
-    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
-        """Token ids of `sample` as int64, empty for a document without text.
+    def read(self, stream: BinaryIO, location: str, entries: IntArray, *, skip: int) -> Iterator[Sample]:
+        """Consecutive samples.
 
         Args:
-            sample: member contents by suffix.
+            stream: a shard, from the beginning of a sample on.
+            location: where it lies.
+            entries: the rows of its index for the samples to yield; fewer come if the shard ends.
+            skip: samples to pass over first.
+
+        Raises:
+            DataError: the shard is of another kind, or damaged. Failures to read raise one of `storage.READ_ERRORS`.
+        """
+
+    def decode(self, sample: Sample, entry: IntArray) -> Decoded:
+        """The token ids of a sample.
+
+        Args:
+            sample: what `read` gave.
             entry: its row of the shard's index.
-            where: names shard and sample in messages.
 
         Raises:
             DataError: the sample holds no tokens or text, an id outside the vocabulary, or not what the index states.
                 DataSetupError where another setting is needed to decode it.
         """
 
+    def damaged(self, location: str, reason: str) -> DataError:
+        """The error for a shard that cannot be what it should be."""
 
-class StoredTokens:
+
+class _TarSamples:
+    """What the samples of all tars have in common."""
+
+    suffixes: frozenset[str]
+    """Suffixes of the members that are read."""
+
+    def read(self, stream: BinaryIO, location: str, entries: IntArray, *, skip: int) -> Iterator[Sample]:
+        for key, members in read_samples(stream, location, skip=skip, count=len(entries), suffixes=self.suffixes):
+            yield Sample(key, f"{location}: sample {key}", members)
+
+    def damaged(self, location: str, reason: str) -> DataError:
+        return damaged(location, reason)
+
+
+class StoredTokens(_TarSamples):
     """Samples of a built data set."""
 
     suffixes = frozenset({TOKENS_SUFFIX})
@@ -71,13 +118,13 @@ class StoredTokens:
     def __init__(self, info: DatasetInfo) -> None:
         self._info = info
 
-    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
-        data, (_, num_tokens, checksum) = sample[TOKENS_SUFFIX], entry.tolist()
-        check_tokens(data, checksum, where)
-        return decode_tokens(data, self._info.dtype, self._info.vocab_size, num_tokens, where)
+    def decode(self, sample: Sample, entry: IntArray) -> Decoded:
+        data, (_, num_tokens, checksum) = sample.members[TOKENS_SUFFIX], entry.tolist()
+        check_tokens(data, checksum, sample.where)
+        return Decoded(decode_tokens(data, self._info.dtype, self._info.vocab_size, num_tokens, sample.where))
 
 
-class PlainSamples:
+class PlainSamples(_TarSamples):
     """Samples of tars made elsewhere: `.tokens`, else `.txt`, else the `text` of `.json`."""
 
     suffixes = PLAIN_SUFFIXES
@@ -88,13 +135,14 @@ class PlainSamples:
         self._vocab_size = vocab_size
         self._add_bos = tokenizer is not None and starts_with_bos(tokenizer, None)
 
-    def decode(self, sample: Sample, entry: IntArray, where: str) -> IntArray:
-        if TOKENS_SUFFIX in sample:
-            return self._decode_tokens(sample[TOKENS_SUFFIX], where)
-        text = _text_of(sample, where)
+    def decode(self, sample: Sample, entry: IntArray) -> Decoded:
+        members, where = sample.members, sample.where
+        if TOKENS_SUFFIX in members:
+            return Decoded(self._decode_tokens(members[TOKENS_SUFFIX], where))
+        text = _text_of(members, where)
         if self._tokenizer is None:
             raise DataSetupError(f"{where}: holds text. Set data.tokenizer to turn it into tokens.")
-        return np.asarray(encode_document(self._tokenizer, text, add_bos=self._add_bos), dtype=np.int64)
+        return Decoded(np.asarray(encode_document(self._tokenizer, text, add_bos=self._add_bos), dtype=np.int64))
 
     def _decode_tokens(self, data: bytes, where: str) -> IntArray:
         """Ids of the type that the vocabulary asks for, as nothing beside the sample states it."""
@@ -110,7 +158,7 @@ class PlainSamples:
 
 def read_samples(
     stream: BinaryIO, location: str, *, skip: int, count: int, suffixes: frozenset[str]
-) -> Iterator[tuple[str, Sample]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Key and members of consecutive samples.
 
     Args:
@@ -179,7 +227,7 @@ def _restore_message(error: BaseException) -> None:
     error.args = (str(own[0]).rsplit(" @ <", 1)[0], *own[1:]) if own else ()
 
 
-def _text_of(sample: Sample, where: str) -> str:
+def _text_of(sample: dict[str, Any], where: str) -> str:
     """The text of a sample.
 
     Raises:

@@ -28,14 +28,16 @@ from fbt_megatron.errors import DataError
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar. Exactly one of `info` and `scanned` is set."""
+    """One file of documents: a tar, or lines of JSON. Exactly one of `info` and `scanned` is set."""
 
     location: str
     """Path, URL or `pipe:` command."""
     info: ShardInfo | None = None
     """Its entry in `dataset.json`."""
     scanned: NDArray[np.int64] | None = None
-    """[documents, 2], offset of the first header and largest possible number of tokens, where there is no index."""
+    """[documents, 2 or more], offset and largest possible number of tokens, where there is no index."""
+    sha256: str = ""
+    """SHA-256 (hex) of the content of a scanned shard, where the scan has read all of it."""
 
     @property
     def num_documents(self) -> int:
@@ -50,10 +52,10 @@ class Shard:
     @property
     def identity(self) -> str:
         """What tells this shard from another of the same data set, wherever it lies."""
-        return self.info.sha256 if self.info else self.location.rpartition("/")[2]
+        return self.info.sha256 if self.info else self.sha256 or self.location.rpartition("/")[2]
 
     def index(self) -> NDArray[np.int64]:
-        """[documents, 3]: offset of the first header, number of tokens, checksum; of a scanned tar the first two.
+        """[documents, 3]: offset of the first header, number of tokens, checksum; of a scanned shard those of its scan.
 
         Read anew each time: a reader needs it once per run of documents, and all of them would not fit into memory.
 
@@ -111,7 +113,7 @@ def find_shards(
         DataError: nothing is there, a shard is missing, damaged or of another size than described, or the shards do not
             belong to one kind of data set.
     """
-    items = [item for text in ([spec] if isinstance(spec, str) else spec) for item in _expand(text, key)]
+    items = [item for text in ([spec] if isinstance(spec, str) else spec) for item in expand_braces(text, key)]
     found: list[tuple[Shard, Described | None]] = []
     by_folder: dict[str, Described | None] = {}
     for item in items:
@@ -125,7 +127,8 @@ def find_shards(
     return [shard for shard, _ in found], described
 
 
-def _expand(text: str, key: str) -> Iterator[str]:
+def expand_braces(text: str, key: str) -> Iterator[str]:
+    """The locations that `text` stands for: `a{0..2}` is three. Raises DataError where the braces make no sense."""
     try:
         yield from braceexpand(text)
     except ValueError as error:
@@ -163,7 +166,7 @@ def _find_folder(
             f"{key}={folder}: no such folder, and no {DATASET_FILE} at that prefix. Make a data set with "
             "tools/build_shards.py, or give the path of .tar files."
         )
-    locations = storage.list_shards(folder)
+    locations = storage.list_files(folder, storage.SHARD_SUFFIXES)
     if not locations:
         raise DataError(
             f"{key}={folder}: holds neither {DATASET_FILE} nor tar files. Make a data set with tools/build_shards.py."

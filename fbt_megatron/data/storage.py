@@ -160,8 +160,8 @@ def is_folder(location: str) -> bool:
         return bool(_persistently(location, lambda: file_system.isdir(path)))
 
 
-def list_shards(folder: str) -> list[str]:
-    """Locations of the tar files in `folder`, sorted.
+def list_files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Locations of the files in `folder` that end in one of `suffixes`, sorted.
 
     Raises:
         DataError: it cannot be listed.
@@ -169,10 +169,10 @@ def list_shards(folder: str) -> list[str]:
     file_system, path = _file_system(folder)
     with naming_errors(folder):
         names = sorted(str(name) for name in _persistently(folder, lambda: file_system.ls(path, detail=False)))
-    shards = [name for name in names if name.endswith(SHARD_SUFFIXES)]
+    found = [name for name in names if name.endswith(suffixes)]
     if isinstance(file_system, LocalFileSystem):
-        return shards
-    return [str(file_system.unstrip_protocol(name)) for name in shards]
+        return found
+    return [str(file_system.unstrip_protocol(name)) for name in found]
 
 
 def open_at(location: str, offset: int) -> BinaryIO:

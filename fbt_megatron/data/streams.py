@@ -114,7 +114,9 @@ class StreamReader:
         num_tokens = 0
         for span in self.order.epoch(cursor.epoch).spans(start + cursor.document, stop):
             for read in self.dataset.read(span):
-                document = Document(key=read.key, tokens=read.tokens[cursor.offset :], start=cursor)
+                trained = None if read.trained is None else read.trained[cursor.offset :]
+                tokens = read.tokens[cursor.offset :]
+                document = Document(key=read.key, tokens=tokens, start=cursor, trained=trained)
                 num_tokens += len(document.tokens)
                 yield document
                 cursor = cursor.next_document()

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -134,6 +135,27 @@ class HuggingFaceTokenizer:
         # The batch call without offsets is the fastest one, for one text as well.
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return list(encoding.ids)
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """Texts of the special tokens: BOS, EOS, and what the tokenizer's definition calls special."""
+        added = self._parsed.get("added_tokens") or []
+        return frozenset(self._reserved) | {entry["content"] for entry in added if entry["special"]}
+
+    def encode_with_controls(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text in which special tokens count as such, and each id's range (start, stop) of its characters."""
+        encoding = self._control_encoder.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
+    @cached_property
+    def _control_encoder(self) -> tokenizers.Tokenizer:
+        # A post-processor would not add anything, but take white space out of the ranges.
+        plain = _as_plain_encoder(self._parsed, set(self._reserved)) | {"post_processor": None}
+        tokenizer = _load_definition(plain, self._where)
+        tokenizer.encode_special_tokens = False
+        added = {entry["content"] for entry in plain["added_tokens"]}
+        tokenizer.add_special_tokens(sorted(set(self._reserved) - added))
+        return tokenizer
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

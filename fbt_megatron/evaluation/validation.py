@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.errors import DataError
 from fbt_megatron.parallel.collectives import sum_across
 
 
@@ -52,6 +53,7 @@ def evaluate(
     That is the data-parallel group, whose ranks all pass the same number of batches. `token_bytes` ([V], bytes that
     each token id stands for) turns nats per token into bits per byte. `interrupted` is asked before each batch and must
     answer alike on all ranks; None where it was true.
+    Raises DataError on all ranks where no token is trained.
     """
     cross_entropy = hidden_delta = torch.zeros(1, dtype=torch.float64)
     counts = torch.zeros(2, dtype=torch.float64)  # trained tokens, their bytes
@@ -68,6 +70,11 @@ def evaluate(
     num_passes = cross_entropy.numel()
     totals = sum_across(torch.cat([cross_entropy, hidden_delta, counts.to(cross_entropy)]), group=group).tolist()
     num_tokens, num_bytes = totals[-2:]
+    if not num_tokens:
+        raise DataError(
+            "data.validation: no token of its rows is trained, because all of them lie outside the assistant's "
+            "messages. Raise evaluation.batches, or name conversations with shorter questions."
+        )
     losses = tuple(total / num_tokens for total in totals[:num_passes])
     return EvaluationResult(
         losses=losses,

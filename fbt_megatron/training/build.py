@@ -135,7 +135,7 @@ def _restore(start: tuple[Path, Manifest] | None, engine: TrainEngine, config: R
     if fresh:
         console.line(f"not in the checkpoint, so with their initial values: {', '.join(sorted(fresh))}")
     if manifest.contents == WEIGHTS:
-        console.line(f"weights from {path}, which holds nothing else: the run begins at step 0 with a fresh optimizer")
+        console.line(f"weights alone from {path}: the run begins at step 0 with a fresh optimizer")
         return Counters()
     engine.optimizer.load_counters(manifest.state["optimizer"])
     if path.parent == Path(config.train.run_dir) / CHECKPOINTS_NAME:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fbt_megatron.checkpoint.folder import what_is_at
 from fbt_megatron.checkpoint.manager import CheckpointManager
-from fbt_megatron.checkpoint.manifest import Manifest
+from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.loader import config_diff, parse_config
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.config.typed_values import known_keys
@@ -52,6 +53,7 @@ _NOT_IN_WEIGHTS = ("model.kernels", "model.init_std", "model.seq_length")
 def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path, Manifest] | None:
     """The checkpoint to go on from: the run's own newest, else that of `checkpoint.load`, else None. On all ranks.
 
+    With `checkpoint.load_weights_only` the loaded one counts as one of weights alone, whatever else it holds.
     Raises CheckpointError where `checkpoint.load` names none, or all that there are are damaged.
     """
     start = checkpoints.find_newest(checkpoints.folder)
@@ -63,15 +65,16 @@ def find_start(config: RunConfig, checkpoints: CheckpointManager) -> tuple[Path,
     source = Path(config.checkpoint.load)
     # Rank 0 decides for all: on a shared file system ranks may see different things for a moment.
     is_checkpoint, folder = agree_on_rank_zero(lambda: what_is_at(source))
-    if is_checkpoint:
-        return checkpoints.check_one(folder)
-    start = checkpoints.find_newest(folder)
+    start = checkpoints.check_one(folder) if is_checkpoint else checkpoints.find_newest(folder)
     if start is None:
         raise CheckpointError(
             f"checkpoint.load={source}: there is no checkpoint. Name a run directory, its checkpoints folder, or one "
             "step_* folder in it."
         )
-    return start
+    path, manifest = start
+    if config.checkpoint.load_weights_only:
+        manifest = replace(manifest, state={}, contents=WEIGHTS)
+    return path, manifest
 
 
 def check_same_run(config: RunConfig, manifest: Manifest, *, allowed: list[str]) -> list[str]:

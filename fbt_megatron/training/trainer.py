@@ -335,7 +335,7 @@ class Trainer:
     def _next_batches(self) -> tuple[list[TrainBatch], int]:
         """This replica's micro-batches of the next step, and the number of trained tokens of all replicas' together.
 
-        The number is never 0: a row has more tokens than it can have document ends. Raises DataError on all ranks.
+        Raises DataError on all ranks where no token is trained: rows of conversations may lie outside all answers.
         """
         batches: list[TrainBatch] = []
         error: DataError | None = None
@@ -349,6 +349,12 @@ class Trainer:
         total, failures, *skipped_in_all = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
+        if not total:
+            raise DataError(
+                f"step {self.counters.step + 1}: no token of its rows is trained, because all of them lie outside "
+                "the assistant's messages. Raise train.global_batch_size or model.seq_length, or leave out "
+                "conversations that are so long without an answer."
+            )
         self._note_skipped(*skipped_in_all)
         return self._share(batches), total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -138,3 +139,42 @@ def test_a_masked_row_has_no_labels() -> None:
         "positions": [0, 1, 2, 3],
         "document_ids": [0] * 4,
     }
+
+
+MASKED_DOCUMENTS = st.lists(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=9), max_size=12)
+
+
+@given(MASKED_DOCUMENTS, st.integers(1, 7), st.integers(0, 40))
+def test_a_label_counts_where_its_document_says_so(
+    texts: list[list[tuple[int, bool]]], seq_length: int, first_token: int
+) -> None:
+    """From the beginning, and going on at any token of it; only labels differ from those of the same ids without."""
+    ids = [[token for token, _ in text] for text in texts]
+    flags = [np.array([flag for _, flag in text], dtype=np.bool_) for text in texts]
+    places = [(number, offset) for number, text in enumerate(ids) for offset in range(len(text))]
+    start = Cursor(0, *places[first_token]) if first_token < len(places) else Cursor()
+
+    def with_masks() -> Iterator[Document]:
+        for document in documents(ids, start):
+            yield replace(document, trained=flags[document.start.document][document.start.offset :])
+
+    found = list(pack_rows(with_masks(), seq_length=seq_length, pad_id=9))
+    plain = list(pack_rows(documents(ids, start), seq_length=seq_length, pad_id=9))
+    trained = [flag for text in texts for _, flag in text][_num_before(ids, start) :]
+    assert len(found) == len(plain)
+    for number, (row, other) in enumerate(zip(found, plain, strict=True)):
+        assert _without_labels(row) == _without_labels(other)
+        for place in range(seq_length):
+            label = number * seq_length + place + 1
+            counts = label < len(trained) and trained[label]
+            assert row.labels[place] == (other.labels[place] if counts else MASKED)
+
+
+def _num_before(ids: list[list[int]], start: Cursor) -> int:
+    return sum(len(text) for text in ids[: start.document]) + start.offset
+
+
+def _without_labels(row: PackedRow) -> dict[str, object]:
+    """All of a row but its labels."""
+    lists = {name: value for name, value in as_lists(row).items() if name != "labels"}
+    return {**lists, "next": row.next, "documents": row.documents}

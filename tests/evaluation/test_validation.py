@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.errors import DataError
 from fbt_megatron.evaluation.validation import EvaluationResult, PassSums, evaluate
 from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.fbt_model import FBTModel
@@ -156,3 +157,14 @@ def test_ranks_with_unequal_data_are_pooled_by_token() -> None:
         assert result.bits_per_byte == pytest.approx((nats / math.log(2) / 12, nats / math.log(2) / 24))
         assert result.hidden_deltas == pytest.approx((nats / tokens / 4,))
         assert result.losses[0] != pytest.approx((10.0 + 2.0) / 2)
+
+
+def test_rows_without_a_trained_token_are_an_error(
+    model: FBTModel, rows: list[Row], topology: ParallelTopology
+) -> None:
+    def forward(micro_batches: Sequence[TrainBatch]) -> PassSums:
+        return forward_only(model, micro_batches, num_passes=2, topology=topology)
+
+    batches = [[train_batch([masked(row) for row in rows])]]
+    with pytest.raises(DataError, match=r"data\.validation: no token of its rows is trained"):
+        evaluate(forward, batches, token_bytes=None, group=topology.pg.dp)

@@ -85,7 +85,7 @@ STRICT_NAMES = {
     "optimizer.normuon": "lr weight_decay momentum beta2 nesterov scale ns_steps coefficients row_norm",
     "optimizer.adam": "lr betas eps weight_decay",
     "parallel": "precision",
-    "data": "tokenizer streams reset_attention_mask",
+    "data": "kind tokenizer chat_template streams reset_attention_mask",
     "train": "global_batch_size seed",
     "resilience": "spikes spike_factor",
 }

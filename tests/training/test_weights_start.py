@@ -105,7 +105,7 @@ def test_such_a_run_stops_and_goes_on_like_any_other(topology, data: Path, sourc
     straight = train(run("straight"), topology)
     stopped = train(run("stopped", stop_step=2), topology) + train(run("stopped"), topology)
     log = (tmp_path / "stopped" / "log.txt").read_text()
-    assert log.count("which holds nothing else: the run begins at step 0 with a fresh optimizer") == 1
+    assert log.count("weights alone from ") == log.count("the run begins at step 0 with a fresh optimizer") == 1
     assert log.count("resumed from") == 1
     assert len(straight) == 4
     assert stopped == straight
@@ -142,3 +142,22 @@ def test_feedback_for_a_model_without(topology, data: Path, tmp_path: Path) -> N
         fusion = dict(trainer.model.named_parameters())["fusion.w_u.weight"]
         assert float(fusion.detach().std()) == pytest.approx(config.model.init_std, rel=0.2)
     assert "with their initial values: fusion.w_g.weight" in (tmp_path / "second" / "log.txt").read_text()
+
+
+def test_nothing_but_the_weights_of_a_run(topology, data: Path, first: Path, source: Path, tmp_path: Path) -> None:
+    """With `checkpoint.load_weights_only` a run's own checkpoint is worth what its weights alone are."""
+
+    def run(name: str, load: Path, **changes: Any) -> RunConfig:
+        config = tiny_run(tmp_path / name, data, steps=4, mix={2: 1.0})
+        checkpoint = replace(config.checkpoint, load=str(load), load_weights_only=load == first)
+        optimizer = replace(config.optimizer, adam=replace(config.optimizer.adam, lr=1e-3))
+        return replace(
+            config, checkpoint=checkpoint, optimizer=optimizer, train=replace(config.train, seed=99, **changes)
+        )
+
+    expected = train(run("from weights", source), topology)
+    assert train(run("from the run", first), topology) == expected
+    stopped = train(run("stopped", first, stop_step=2), topology) + train(run("stopped", first), topology)
+    assert stopped == expected
+    log = (tmp_path / "stopped" / "log.txt").read_text()
+    assert log.count("weights alone from ") == log.count("resumed from") == 1

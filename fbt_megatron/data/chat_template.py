@@ -1,0 +1,252 @@
+"""The chat template of a tokenizer: messages -> text, and which of it the assistant writes.
+
+Templates are rendered as `transformers` renders them (sandboxed Jinja, the same helpers and variables), but for the
+time of day, which would make the ids of a conversation change from one day to the next.
+
+What the assistant writes is found exactly or not at all. A template that marks it with `{% generation %}` says so
+itself. Of any other one, the text of the conversation up to an answer, with what invites the answer, must begin the
+text of the conversation with it, and that again the whole text; what is between the two is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from fbt_megatron.data.tokenizer import HuggingFaceTokenizer
+from fbt_megatron.errors import DataError, DataSetupError
+
+TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+CUT = "\ufdd0"
+"""Put into a message where its text must not become one token with what comes before."""
+_START, _STOP = "\ufdd1", "\ufdd2"
+RESERVED = frozenset((CUT, _START, _STOP))
+"""Characters that no message may hold: Unicode keeps them for the own use of programs."""
+
+ASSISTANT = "assistant"
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text."""
+
+    text: str
+    """With the `CUT` characters of its messages."""
+    answers: tuple[tuple[int, int], ...]
+    """Ranges (start, stop) of characters of `text` that the assistant writes, its end-of-turn token included."""
+
+
+class ChatTemplate:
+    """A template and the variables that it is rendered with."""
+
+    def __init__(
+        self, source: str, where: str, *, variables: Mapping[str, str], control_tokens: frozenset[str]
+    ) -> None:
+        """Compile a template.
+
+        Args:
+            source: its text, in Jinja.
+            where: names it in messages.
+            variables: names and texts of special tokens, such as `bos_token`.
+            control_tokens: texts that are special tokens of the tokenizer.
+
+        Raises:
+            DataError: it is no Jinja template.
+        """
+        self.source = source
+        self.variables = dict(variables)
+        self._where = where
+        self._control_tokens = control_tokens
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{where}: not a chat template that can be read ({error}).") from error
+        self._is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+
+    def render(self, messages: Messages, where: str) -> RenderedChat:
+        """The text of a conversation.
+
+        Args:
+            messages: `role` and `content` of each.
+            where: names the conversation in messages.
+
+        Raises:
+            DataError: the template does not take this conversation. DataSetupError where it does not say which text is
+                the assistant's, or what ends it.
+        """
+        whole = self._render(messages, where)
+        chat = _take_marks(whole) if self._is_marked else self._find_answers(messages, whole, where)
+        start, stop = chat.answers[-1] if chat.answers else (0, 0)
+        if start < stop and not chat.text[:stop].rstrip().endswith(tuple(self._control_tokens)):
+            raise DataSetupError(
+                f"{where}: {self._where} ends the last answer with no special token, so a model would not learn to end "
+                "its turn. Use a template that does (data.chat_template), inside of {% generation %} if it has that."
+            )
+        return chat
+
+    def _find_answers(self, messages: Messages, whole: str, where: str) -> RenderedChat:
+        """The answers in the text of a conversation, by rendering what is before and up to each."""
+        answers = []
+        for number, message in enumerate(messages):
+            if message["role"] == ASSISTANT:
+                before = self._render(messages[:number], where, invites_answer=True)
+                after = self._render(messages[: number + 1], where)
+                if not (after.startswith(before) and whole.startswith(after)):
+                    raise DataSetupError(
+                        f"{where}: the text of messages[{number}] cannot be told from the rest, because "
+                        f"{self._where} writes the messages before it in another way when it is there, or it in "
+                        "another way when others follow. Use a template that marks what the assistant writes with "
+                        "{% generation %} and {% endgeneration %} (data.chat_template)."
+                    )
+                answers.append((len(before), self._end_of_turn(after, len(before))))
+        return RenderedChat(whole, tuple(answers))
+
+    def _render(self, messages: Messages, where: str, *, invites_answer: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=invites_answer,
+                **self.variables,
+            )
+        except Exception as error:  # A template may do what Python may, and fail as it does.
+            raise DataError(
+                f"{where}: {self._where} does not take this conversation ({error}). Change the conversation, leave it "
+                "out, or use another template (data.chat_template)."
+            ) from error
+
+    def _end_of_turn(self, text: str, start: int) -> int:
+        """Where an answer from `start` to the end of `text` ends.
+
+        White space after its last special token is not the assistant's, who has ended the turn.
+        """
+        ends = [found + len(token) for token in self._control_tokens if (found := text.rfind(token, start)) >= 0]
+        end = max(ends, default=len(text))
+        return len(text) if text[end:].strip() else end
+
+
+def load_chat_template(file: str | None, *, spec: str, tokenizer: HuggingFaceTokenizer) -> ChatTemplate:
+    """Load the template of a tokenizer, or another one in its place.
+
+    Args:
+        file: value of `data.chat_template`.
+        spec: value of `data.tokenizer`, for the files beside `tokenizer.json`.
+        tokenizer: what was loaded from there.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+    """
+    path = Path(spec)
+    folder = path if path.is_dir() else path.parent
+    contents = [_read_json(folder / name) for name in _CONFIG_FILES]
+    variables = {
+        key: text
+        for content in reversed(contents)
+        for key, value in content.items()
+        if key.endswith("_token") and isinstance(text := _text_of_token(value), str)
+    }
+    source, where = _find_source(file, folder, contents[0])
+    return ChatTemplate(
+        source, where, variables=variables | tokenizer.special_tokens, control_tokens=tokenizer.control_tokens
+    )
+
+
+def _find_source(file: str | None, folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+    """Text of the template, and what names it in messages."""
+    path = folder / TEMPLATE_FILE if file is None else Path(file)
+    if file is not None or path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: cannot be read ({error}). Name a template in data.chat_template.") from None
+    where = f"the chat_template of {folder / _CONFIG_FILES[0]}"
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several with names
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    if not isinstance(template, str):
+        raise DataError(
+            f"data.tokenizer={folder}: has no chat template, neither {TEMPLATE_FILE} nor chat_template in "
+            f"{_CONFIG_FILES[0]}. Name a file with one in data.chat_template."
+        )
+    return template, where
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Repair or remove it.") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _text_of_token(value: Any) -> Any:
+    """A special token may be written as text, or as an object with its text in `content`."""
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _take_marks(marked: str) -> RenderedChat:
+    """Text and answers of a rendering with `_START` and `_STOP` in it."""
+    text, answers, start, length = [], [], 0, 0
+    for part in re.split(f"([{_START}{_STOP}])", marked):
+        if part == _START:
+            start = length
+        elif part == _STOP:
+            answers.append((start, length))
+        else:
+            text.append(part)
+            length += len(part)
+    return RenderedChat("".join(text), tuple(answers))
+
+
+class _Generation(jinja2.ext.Extension):
+    """The block `{% generation %}`: puts marks around what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012 (so it is in its base class)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_START}{caller()}{_STOP}"
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
