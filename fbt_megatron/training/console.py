@@ -97,6 +97,8 @@ class Console:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.log(f"the run ends: {type(error).__name__}: {error}")  # the terminal gets it from whoever catches it
         self.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fbt_megatron.errors import DataError
 from fbt_megatron.training.console import Console, format_count, format_duration
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
@@ -33,6 +34,14 @@ def test_the_log_goes_on_in_the_same_file(tmp_path: Path) -> None:
             console.open_log(tmp_path / "log.txt")
             console.line(text)
     assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["first", "second"]
+
+
+def test_what_ends_a_run_is_in_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError), Console(enabled=True) as console:
+        console.open_log(tmp_path / "log.txt")
+        raise DataError("shard 3 is short")
+    assert (tmp_path / "log.txt").read_text().endswith(" the run ends: DataError: shard 3 is short\n")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
