@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import sys
@@ -25,7 +26,8 @@ def leave(error: Exception, watchdog: Watchdog) -> int:
     Groups are not torn down: a rank that failed on its own would wait for the others there.
     """
     watchdog.stop()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk must change neither the exit status nor what the others hear
+        sys.stdout.flush()
     launch, roll_call = watchdog.launch, watchdog.roll_call
     host = socket.gethostname()
     if isinstance(error, FBTError):
