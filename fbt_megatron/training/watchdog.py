@@ -73,7 +73,6 @@ class Watchdog:
     ) -> None:
         self.launch = launch
         self.roll_call = roll_call
-        self._hang_timeout = hang_timeout
         self._trace_folder = trace_folder
         self._stopped = threading.Event()
         self._ending = threading.Lock()
