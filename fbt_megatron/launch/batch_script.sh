@@ -123,7 +123,7 @@ case $status in
         fi
         say "exit status $status: stopped on request, so the job is not requeued"
         ;;
-    138) requeue "stopped with a checkpoint before the time limit" ;;
+    138) requeue "stopped before the time limit" ;;
     *) requeue "exit status $status: crashed" ;;
 esac
 exit "$status"

@@ -192,7 +192,7 @@ def test_apptainer_runs_the_command(tmp_path, slurm, gpus):
         (5, False, "another start would end in the same way"),
         (130, False, "stopped on request"),
         (143, False, "stopped on request"),
-        (138, True, "stopped with a checkpoint before the time limit"),
+        (138, True, "stopped before the time limit"),
         (1, True, "crashed"),
         (6, True, "crashed"),
         (7, True, "crashed"),
