@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = plan_launch(arguments.file, arguments.overrides, workdir=Path.cwd())
         script = render_script(plan)
-        job_id = None if arguments.dry_run else submit(plan)
+        job_id = None if arguments.dry_run else submit(plan, script)
     except FBTError as error:
         return report(error)
     numbers = plan.config.job.array_numbers

@@ -50,11 +50,14 @@ class BackgroundWork(Generic[T]):
         self._future: Future[T] = Future()
         self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._awaited = threading.Event()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         # A daemon, so that a write that never returns cannot keep a process whose run has ended.
         threading.Thread(target=self._run, args=(action,), name="checkpoint", daemon=True).start()
 
     def _run(self, action: Callable[[BackgroundWork[T]], T]) -> None:
         try:
+            if self._device is not None:  # or the thread has that of rank 0, whatever the rank
+                torch.cuda.set_device(self._device)
             self._future.set_result(action(self))
         except BaseException as error:  # whoever asks for the outcome gets it
             self._future.set_exception(error)

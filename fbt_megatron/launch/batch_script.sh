@@ -63,7 +63,8 @@ tell_step() {
     kill -USR1 "$step"
 }
 
-# $1: why. A start that leaves no new checkpoint counts, as does one that crashed; too many in a row end the job.
+# $1: why. A start that saves no checkpoint counts, as does one that crashed, even after a new checkpoint, which starts
+# the count again. Too many end the job.
 requeue() {
     local state owner= count=0 crashed=0
     case $status in 138 | 143) ;; *) crashed=1 ;; esac
@@ -80,10 +81,11 @@ requeue() {
     if [ "$crashed" = 1 ] || [ "$(newest_checkpoint)" = "$checkpoint_at_start" ]; then count=$((count + 1)); fi
     mkdir -p "$run_dir" && echo "$job $count" >"$run_dir/slurm_restarts"
     if [ "$count" -gt "$max_crashes" ]; then
-        say "$1; not requeued: $count in a row without a new checkpoint (restarts.max_crashes=$max_crashes)"
+        say "$1; not requeued: more than restarts.max_crashes=$max_crashes starts crashed or saved nothing" \
+            "since the last checkpoint"
         exit "$status"
     fi
-    say "$1; requeued ($count of $max_crashes in a row without a new checkpoint)"
+    say "$1; requeued ($count of $max_crashes starts that crashed or saved nothing since the last checkpoint)"
     scontrol requeue "$job" || say "scontrol requeue failed; submit the job again to go on"
     exit "$status"
 }
@@ -121,7 +123,7 @@ case $status in
         fi
         say "exit status $status: stopped on request, so the job is not requeued"
         ;;
-    138) requeue "stopped with a checkpoint before the time limit" ;;
+    138) requeue "stopped before the time limit" ;;
     *) requeue "exit status $status: crashed" ;;
 esac
 exit "$status"

@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import resource
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("script", help="what each process runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGUSR1, _hand_on)
+    signal.signal(signal.SIGUSR1, partial(_hand_on, _faults_of_ended_children()))
     try:
         launch = elastic_launch(_launch_config(arguments.processes), entrypoint=sys.executable)
         launch("-u", arguments.script, *arguments.arguments)
@@ -59,12 +62,32 @@ def _launch_config(processes: int) -> LaunchConfig:
     )
 
 
-def _hand_on(number: int, frame: FrameType | None) -> None:
-    """SLURM signals the tasks it started; where it signals their children as well, these get it twice."""
+def _hand_on(faults_at_start: int, number: int, frame: FrameType | None) -> None:
+    """SLURM signals the tasks it started; where it signals their children as well, these get it twice.
+
+    While the nodes meet there is nobody to tell: the agent then ends as the processes would. After the last of them has
+    ended there is nobody to tell either, and their exit status stands.
+    """
+    children = list(_children())
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+    if not children and _faults_of_ended_children() == faults_at_start:
+        with contextlib.suppress(OSError):
+            os.write(2, f"[{socket.gethostname()}] told to stop before the processes were started\n".encode())
+        os._exit(128 + number)
+
+
+def _children() -> Iterator[int]:
+    """Processes that run, and those that have ended and were not yet waited for."""
     for thread in Path("/proc/self/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(child), number)
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            yield from map(int, (thread / "children").read_text().split())
+
+
+def _faults_of_ended_children() -> int:
+    """Page faults of all children that were waited for. No process runs without one, so a child makes this grow."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 if __name__ == "__main__":

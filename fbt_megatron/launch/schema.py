@@ -163,7 +163,7 @@ class RestartConfig:
     step, a batch of validation and a checkpoint together; SLURM may be a minute early."""
     max_crashes: int = 3
     """Crashes in a row, without a new checkpoint between them, after which the job is not requeued any more; 0: never
-    requeue after a crash. Starts after the time limit are not counted."""
+    requeue after a crash. A start that leaves at its time limit counts only where it saved no checkpoint."""
 
     def problems(self) -> Iterator[str]:
         if not 1 <= self.signal_seconds <= 65535:

@@ -8,20 +8,19 @@ from collections.abc import Mapping
 
 from fbt_megatron.errors import SubmissionError
 from fbt_megatron.launch.plan import LaunchPlan
-from fbt_megatron.launch.script import render_script, sbatch_options
+from fbt_megatron.launch.script import sbatch_options
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 
 
-def submit(plan: LaunchPlan) -> str:
-    """Submit the job; returns its number. Raises SubmissionError."""
+def submit(plan: LaunchPlan, script: str) -> str:
+    """Submit the job with the script of its plan; returns its number. Raises SubmissionError."""
     # sbatch says nothing where a log cannot be opened: the job ends without a word.
     folder = plan.log_path("").parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Options on the command line win over the SBATCH_* variables of the user, those in a script do not.
         command = ["sbatch", "--parsable", *sbatch_options(plan)]
-        script = render_script(plan)
         done = subprocess.run(command, input=script, env=job_environment(os.environ), capture_output=True, text=True)
     except FileNotFoundError:
         raise SubmissionError(

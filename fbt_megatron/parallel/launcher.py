@@ -7,6 +7,7 @@ later srun may start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -53,8 +54,9 @@ class Launch:
         Not through `sys.stderr`, whose lock a thread that stands still may hold.
         """
         rest = "".join(f"{self.label}{line}\n" for line in text.splitlines()).encode(errors="replace")
-        while rest:
-            rest = rest[os.write(2, rest) :]
+        with contextlib.suppress(OSError):  # whoever ends the process must get there, heard or not
+            while rest:
+                rest = rest[os.write(2, rest) :]
 
     def report(self, error: FBTError) -> None:
         """Print an error without a stack trace."""

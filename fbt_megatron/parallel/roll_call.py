@@ -24,12 +24,15 @@ _POLL_SECONDS = 0.2
 _LISTEN_SECONDS = 1.0
 
 
+Kind = Literal["failed", "lost", "hang"]
+"""An error of one rank alone; a connection that broke; no progress."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Why the run ends: the first rank to notice says it, and all others hear it."""
 
-    kind: Literal["failed", "lost", "hang"]
-    """An error of that rank alone; a connection that broke; no progress."""
+    kind: Kind
     rank: int
     host: str
     text: str
@@ -80,9 +83,11 @@ class RollCall:
         """What a rank has called, if any has."""
         return self._bounded(lambda: self._heard(self._voice), seconds)
 
-    def call(self, call: Call, *, seconds: float = 5.0) -> None:
-        """Tell all ranks; the first call counts."""
+    def call(self, kind: Kind, text: str, *, seconds: float = 5.0) -> Call:
+        """Tell all ranks; the first call counts, which need not be this one. Returns this one."""
+        call = Call(kind, self.rank, self.host, text)
         self._bounded(lambda: self._voice.compare_set("call", "", json.dumps(asdict(call))), seconds)
+        return call
 
     def see_off(self, *, seconds: float = 10.0) -> None:
         """Before leaving after a call that needs no answer: rank 0, which may hold the store, stays until all heard."""

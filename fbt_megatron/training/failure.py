@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-import socket
 import sys
 import traceback
 
 import torch.distributed as dist
 
 from fbt_megatron.errors import FBTError, PeerError
-from fbt_megatron.parallel.roll_call import Call
 from fbt_megatron.training.watchdog import Watchdog, explain
 
 _LOST = re.compile(
@@ -25,20 +24,19 @@ def leave(error: Exception, watchdog: Watchdog) -> int:
     Groups are not torn down: a rank that failed on its own would wait for the others there.
     """
     watchdog.stop()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk must change neither the exit status nor what the others hear
+        sys.stdout.flush()
     launch, roll_call = watchdog.launch, watchdog.roll_call
-    host = socket.gethostname()
     if isinstance(error, FBTError):
         launch.report(error)
         # Most are raised on all ranks together. A launcher ends the others as soon as one has ended, so all wait until
         # each has had its say.
         if roll_call is not None and not roll_call.leave_together():
-            roll_call.call(Call("failed", launch.rank, host, f"{type(error).__name__}: {error}"))
+            roll_call.call("failed", f"{type(error).__name__}: {error}")
             roll_call.see_off()
         return error.exit_status
     if roll_call is not None and is_lost_connection(error):
-        own = Call("lost", launch.rank, host, str(error).splitlines()[0])
-        roll_call.call(own)
+        own = roll_call.call("lost", str(error).splitlines()[0])
         heard = roll_call.heard() or own
         peer_error = PeerError(explain(heard, roll_call))
         launch.report(peer_error)
@@ -46,10 +44,10 @@ def leave(error: Exception, watchdog: Watchdog) -> int:
             roll_call.see_off()
         return peer_error.exit_status
     trace = "".join(traceback.format_exception(error))
-    launch.say(f"{launch.label and f'on {host}: '}{trace}")
+    launch.say(f"{launch.label and f'on {watchdog.host}: '}{trace}")
     if roll_call is not None:
         text = " ".join("".join(traceback.format_exception_only(error)).split())
-        roll_call.call(Call("failed", launch.rank, host, text if text.endswith(".") else f"{text}."))
+        roll_call.call("failed", text if text.endswith(".") else f"{text}.")
         roll_call.see_off()
     return 1
 

@@ -73,7 +73,7 @@ class Watchdog:
     ) -> None:
         self.launch = launch
         self.roll_call = roll_call
-        self._hang_timeout = hang_timeout
+        self.host = socket.gethostname() if roll_call is None else roll_call.host
         self._trace_folder = trace_folder
         self._stopped = threading.Event()
         self._ending = threading.Lock()
@@ -106,11 +106,14 @@ class Watchdog:
             idle = idle + elapsed if marks == before else 0.0
             if idle >= hang_timeout:
                 self._ending.acquire()
-                call = Call("hang", self.launch.rank, socket.gethostname(), f"no progress for {hang_timeout:g} s")
-                if self.roll_call is not None:
-                    self.roll_call.call(call)
-                    call = self.roll_call.heard() or call
-                self._end_hung(call)
+                self._end_hung(self._call_hang(f"no progress for {hang_timeout:g} s"))
+
+    def _call_hang(self, text: str) -> Call:
+        """Say that this rank stands still; what was called first, by this rank or another."""
+        if self.roll_call is None:
+            return Call("hang", self.launch.rank, self.host, text)
+        own = self.roll_call.call("hang", text)
+        return self.roll_call.heard() or own
 
     def _listen(self, roll_call: RollCall) -> None:
         call = roll_call.listen(self._stopped)
@@ -126,7 +129,7 @@ class Watchdog:
         os._exit(error.exit_status)
 
     def _end_hung(self, call: Call) -> NoReturn:
-        where = f"this rank, on {socket.gethostname()}, is in: {activity.describe()}"
+        where = f"this rank, on {self.host}, is in: {activity.describe()}"
         self.launch.say("\n".join([f"the run stands still; {where}. Its threads:", *_stacks()]))
         roll = None if self.roll_call is None else self.roll_call.answer(activity.describe())
         lines = [f"rank {call.rank} on {call.host}: {call.text} (resilience.hang_timeout_seconds)."]

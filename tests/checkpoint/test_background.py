@@ -200,6 +200,26 @@ def test_leaving_does_not_hide_why_the_run_ended(run: Run, monkeypatch: pytest.M
     assert str(error).split("] ")[-1] in run.log[-1]
 
 
+def test_the_thread_uses_no_gpu_of_another_rank(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0: it goes to that of its rank, and does not wait for what training does there."""
+    at_once, chosen = Run(run.folder), []
+
+    def stream(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a stream of the GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda *on: chosen.append((threading.current_thread().name, *on)))
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    with pytest.raises(CheckpointError, match="a stream of the GPU"):
+        at_once.save(20)
+    assert chosen == []
+    run.save(20)
+    assert chosen == [("checkpoint", 3)]
+    monkeypatch.undo()
+    assert run.newest() == 20
+
+
 def test_a_pause_ends_when_somebody_waits() -> None:
     work = BackgroundWork(lambda work: work.pause(3600.0))
     assert work.wait() < 3000.0

@@ -156,6 +156,20 @@ def test_range_of_the_host(tmp_path):
     assert ephemeral_ports(tmp_path / "none") == (32768, 60999)
 
 
+def test_what_cannot_be_said_stops_nobody():
+    kept = os.dup(2)
+    try:
+        with Path("/dev/full").open("wb") as full:  # every write to it finds a full disk
+            os.dup2(full.fileno(), 2)
+        with pytest.raises(OSError, match="No space left"):
+            os.write(2, b"unheard")
+        find_launch(TORCHRUN).say("unheard")
+        ALONE.report(PeerError("unheard"))
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
 MEET = """
 import torch
 from fbt_megatron.config.schema import ParallelConfig

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fbt_megatron.parallel.roll_call import Call, Roll, RollCall, name_ranks
 
-CALL = Call("failed", 1, "node1", "KeyError: 'x'.")
-
 
 @pytest.fixture
 def store() -> dist.Store:
@@ -38,10 +36,12 @@ def test_every_rank_hears_the_first_call(ranks: list[RollCall], pool: ThreadPool
     never = threading.Event()
     heard = [pool.submit(ranks[rank].listen, never) for rank in (0, 2)]
     assert ranks[0].heard() is None
-    ranks[1].call(CALL)
-    ranks[2].call(Call("lost", 2, "node2", "Connection closed by peer."))
-    assert [future.result(30) for future in heard] == [CALL, CALL]
-    assert ranks[2].heard() == CALL
+    ranks[1].host, ranks[2].host = "node1", "node2"
+    first = ranks[1].call("failed", "KeyError: 'x'.")
+    assert first == Call("failed", 1, "node1", "KeyError: 'x'.")
+    assert ranks[2].call("lost", "Broken pipe.") == Call("lost", 2, "node2", "Broken pipe.")
+    assert [future.result(30) for future in heard] == [first, first]
+    assert ranks[2].heard() == first
 
 
 def test_listening_ends_when_it_is_told_to(ranks: list[RollCall], pool: ThreadPoolExecutor) -> None:
@@ -53,7 +53,7 @@ def test_listening_ends_when_it_is_told_to(ranks: list[RollCall], pool: ThreadPo
 
 def test_the_first_rank_stays_until_its_call_is_heard(ranks: list[RollCall], pool: ThreadPoolExecutor) -> None:
     """It may hold the store, which ends with its process; of a failure it alone knows what it was."""
-    ranks[0].call(Call("failed", 0, "node0", "KeyError: 'x'."))
+    ranks[0].call("failed", "KeyError: 'x'.")
     assert ranks[0].heard() is not None
     staying = pool.submit(ranks[0].see_off, seconds=60.0)
     for other in ranks[1:]:
@@ -100,7 +100,7 @@ def test_nothing_waits_for_a_store_that_is_gone() -> None:
     rank = RollCall(client, rank=1, world_size=2)
     del server
     start = time.monotonic()
-    rank.call(CALL)
+    rank.call("failed", "KeyError: 'x'.")
     assert rank.heard() is None
     assert rank.answer("waiting") is None
     assert not rank.leave_together()

@@ -192,7 +192,7 @@ def test_apptainer_runs_the_command(tmp_path, slurm, gpus):
         (5, False, "another start would end in the same way"),
         (130, False, "stopped on request"),
         (143, False, "stopped on request"),
-        (138, True, "stopped with a checkpoint before the time limit"),
+        (138, True, "stopped before the time limit"),
         (1, True, "crashed"),
         (6, True, "crashed"),
         (7, True, "crashed"),
@@ -208,6 +208,9 @@ def test_what_follows_an_exit_status(tmp_path, slurm, status, requeued, word):
     assert word in job.output
 
 
+COUNTED = "crashed or saved nothing since the last checkpoint"
+
+
 def test_crashes_in_a_row_are_bounded(tmp_path, slurm):
     """Two are allowed here; each line is one start of the job."""
     script = script_in(tmp_path)
@@ -215,7 +218,8 @@ def test_crashes_in_a_row_are_bounded(tmp_path, slurm):
     assert "start 1 on" in jobs[0].output
     assert "start 3 on" in jobs[2].output
     assert len(jobs[-1].requeued) == 2
-    assert "not requeued: 3 in a row without a new checkpoint (restarts.max_crashes=2)" in jobs[2].output
+    assert f"crashed; requeued (2 of 2 starts that {COUNTED})" in jobs[1].output
+    assert f"crashed; not requeued: more than restarts.max_crashes=2 starts {COUNTED}" in jobs[2].output
     # Submitted again it is another job, with crashes of its own.
     assert len(slurm.run(script, step="exit 1", SLURM_JOB_ID=4712).requeued) == 3
 
@@ -225,7 +229,9 @@ def test_a_new_checkpoint_starts_the_count_again(tmp_path, slurm):
     save = 'echo "$NAME" >runs/tiny/checkpoints/latest; exit 1'
     save_checkpoint(run_dir, "step_00000000")
     for number in range(1, 6):
-        assert len(slurm.run(script, step=save, NAME=f"step_0000000{number}").requeued) == number
+        job = slurm.run(script, step=save, NAME=f"step_0000000{number}")
+        assert len(job.requeued) == number
+        assert f"crashed; requeued (1 of 2 starts that {COUNTED})" in job.output
     slurm.run(script, step="exit 1")
     assert "not requeued" in slurm.run(script, step="exit 1").output
 
@@ -235,10 +241,12 @@ def test_a_time_limit_does_not_count_where_something_was_trained(tmp_path, slurm
     save_checkpoint(run_dir, "step_00000000")
     save = 'echo "$NAME" >runs/tiny/checkpoints/latest; exit 138'
     for number in range(1, 4):
-        assert len(slurm.run(script, step=save, NAME=f"step_0000000{number}").requeued) == number
+        job = slurm.run(script, step=save, NAME=f"step_0000000{number}")
+        assert len(job.requeued) == number
+        assert f"requeued (0 of 0 starts that {COUNTED})" in job.output
     idle = slurm.run(script, step="exit 138")
     assert len(idle.requeued) == 3
-    assert "not requeued: 1 in a row without a new checkpoint" in idle.output
+    assert f"not requeued: more than restarts.max_crashes=0 starts {COUNTED}" in idle.output
 
 
 def test_a_job_that_is_being_cancelled_is_not_requeued(tmp_path, slurm):

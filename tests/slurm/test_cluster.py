@@ -109,7 +109,7 @@ def test_a_time_limit_and_a_lost_node_change_nothing(
         hours, minutes, _ = cluster.job(job.job_id)["RunTime"].split(":")
         cluster.run("scontrol", "update", f"JobId={job.job_id}", f"TimeLimit={int(hours) * 60 + int(minutes) + 2}")
         job.wait_for_line("the time limit is near")
-    job.wait_for_line("stopped with a checkpoint before the time limit; requeued (0 of 2")
+    job.wait_for_line("stopped before the time limit; requeued (0 of 2")
     job.wait("PENDING", "CONFIGURING")
     cluster.run("scontrol", "update", f"JobId={job.job_id}", "TimeLimit=60")
 

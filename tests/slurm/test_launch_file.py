@@ -168,9 +168,9 @@ def test_submission(tmp_path, slurm, monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "9")
     monkeypatch.setenv("SBATCH_PARTITION", "cpu")
     plan = plan_in(tmp_path, job={"partition": "gpu"})
-    assert submit(plan) == "4711"
+    assert submit(plan, "#!/bin/bash\necho this\n") == "4711"
     assert slurm.lines("sbatch.arguments") == ["--parsable", *sbatch_options(plan)]  # these win over SBATCH_PARTITION
-    assert "\n".join(slurm.lines("sbatch.script")) + "\n" == render_script(plan)
+    assert slurm.lines("sbatch.script") == ["#!/bin/bash", "echo this"]
     assert "SLURM_CPUS_PER_TASK" not in slurm.noted_environment("sbatch")
     assert (tmp_path / "slurm_logs").is_dir()
 
@@ -178,17 +178,17 @@ def test_submission(tmp_path, slurm, monkeypatch):
 def test_a_refusal_is_one_error(tmp_path, slurm, monkeypatch):
     monkeypatch.setenv("REFUSAL", "sbatch: error: invalid partition specified: gpu")
     with pytest.raises(SubmissionError, match=r"sbatch refused the job .*: sbatch: error: invalid partition"):
-        submit(plan_in(tmp_path))
+        submit(plan_in(tmp_path), "")
     (slurm.folder / "bin" / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(slurm.folder / "bin"))
     with pytest.raises(SubmissionError, match="sbatch is not on PATH"):
-        submit(plan_in(tmp_path))
+        submit(plan_in(tmp_path), "")
 
 
 def test_a_log_folder_that_cannot_be_made(tmp_path, slurm):
     (tmp_path / "file").touch()
     with pytest.raises(SubmissionError, match=r"job\.log_dir: .*file/logs cannot be made: Not a directory"):
-        submit(plan_in(tmp_path, job={"log_dir": "file/logs"}))
+        submit(plan_in(tmp_path, job={"log_dir": "file/logs"}), "")
 
 
 def test_tool_submits(tmp_path, slurm, capsys):
@@ -201,6 +201,8 @@ def test_tool_submits(tmp_path, slurm, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["job_id"], found["world_size"], found["run_dirs"]) == ("4711", 4, ["runs/tiny"])
     assert found["logs"] == [f"{tmp_path}/slurm_logs/fbt_4711.log"]
+    assert found["script"] == render_script(plan_in(tmp_path))
+    assert slurm.lines("sbatch.script") == found["script"].splitlines()
 
 
 def test_tool_dry_run_submits_nothing(tmp_path, slurm, capsys):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,8 +152,7 @@ def test_nobody_waits_for_a_timeout_of_torch(ends: dict[str, list[End]]) -> None
     assert all(end.seconds < LIMIT_SECONDS / 2 for of in ends.values() for end in of)
 
 
-def test_a_process_on_its_own_that_stands_still() -> None:
-    script = """
+STANDS_STILL = """
 import time
 from pathlib import Path
 from fbt_megatron import activity
@@ -165,12 +165,52 @@ for _ in range(20):
 activity.begin("step 7")
 time.sleep(300.0)
 """
+
+
+def test_a_process_on_its_own_that_stands_still() -> None:
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", STANDS_STILL], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 6
     assert 3.0 < time.monotonic() - start < 200.0
     assert f"the run stands still; this rank, on {HOST}, is in: step 7. Its threads:" in done.stderr
     assert "HangError: rank 0" in done.stderr
+
+
+def test_a_process_that_nobody_can_hear_ends_as_well() -> None:
+    with Path("/dev/full").open("wb") as full:  # every write to it finds a full disk
+        done = subprocess.run([sys.executable, "-c", STANDS_STILL], cwd=ROOT, env=environment(), stderr=full)
+    assert done.returncode == 6
+
+
+UNHEARD = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from fbt_megatron.parallel.launcher import Launch
+from fbt_megatron.parallel.roll_call import RollCall
+from fbt_megatron.training.failure import leave
+from fbt_megatron.training.watchdog import Watchdog
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+other, own = (RollCall(store, rank=rank, world_size=2) for rank in range(2))
+launch = Launch("torchrun", world_size=2, rank=1, local_rank=1, address="127.0.0.1", port=store.port)
+watchdog = Watchdog(launch, hang_timeout=None, roll_call=own, trace_folder=Path("none"))
+watchdog.start()
+print("a line that is still in the buffer of standard output")
+status = leave(KeyError("odd"), watchdog)
+Path(sys.argv[1]).write_text(other.heard().text)
+os._exit(status)
+"""
+
+
+def test_a_failure_that_cannot_be_printed_is_told_to_the_others(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    with Path("/dev/full").open("wb") as full:  # every write to it finds a full disk
+        command = [sys.executable, "-c", UNHEARD, str(heard)]
+        variables = environment(PYTHONUNBUFFERED="")
+        done = subprocess.run(command, cwd=ROOT, env=variables, stdout=full, stderr=full)
+    assert (done.returncode, heard.read_text()) == (1, "KeyError: 'odd'.")
 
 
 def test_torch_gives_up_later_than_the_watchdog() -> None:
