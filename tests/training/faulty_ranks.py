@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from fbt_megatron.parallel.collectives import raise_together, sum_across
 from fbt_megatron.parallel.launcher import Launch
 from fbt_megatron.training.failure import leave
 from fbt_megatron.training.watchdog import watch
+from tests.distributed import free_port
 
 WORLD_SIZE, STEPS, FAULTY_STEP = 3, 10, 3
 LIMIT_SECONDS = 240.0
@@ -134,9 +134,7 @@ def _run_cases(root: Path) -> dict[str, Any]:
     ends: dict[str, dict[int, End]] = {case.name: {} for case in CASES}
     for case in CASES:
         (root / case.name).mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(WORLD_SIZE):
             pid = os.fork()
             if pid == 0:
