@@ -22,7 +22,7 @@ from fbt_megatron.parallel.logical_tensor import Rect
 from fbt_megatron.planner import logical_tensors
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.trainer import Trainer
-from tests.training.tiny_run import state_of, tiny_run, write_data
+from tests.training.tiny_run import state_of, tiny_run
 
 
 @contextmanager
@@ -53,11 +53,6 @@ def weights_of(folder: Path, out: Path) -> Path:
         shards[f"weights/{tensor.name}"] = LogicalShards(tensor.shape, [(whole, view)])
     manager.save(Manifest(0, {}, format_config(config), {}, {}, contents=WEIGHTS), shards)
     return out
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
