@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 CONFIG := configs/quickstart.yaml
 DATA := quickstart_data
 PROMPT := def read_file(path):
+# As it was given, which `value` keeps, and in the environment of the recipe, in whose text the shell would rewrite it.
+override PROMPT := $(value PROMPT)
+export PROMPT
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
@@ -40,7 +43,7 @@ pretrain: setup data ## Train the quickstart model (minutes on two CPU cores); r
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python pretrain_fbt.py --config $(CONFIG)
 
 generate: setup ## Continue a line of code with the quickstart model, in the three decode modes side by side
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/generate.py runs/quickstart --prompt "$(PROMPT)" --max-tokens 60 --repetition-penalty 1.2 --compare
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/generate.py runs/quickstart --prompt "$$PROMPT" --max-tokens 60 --repetition-penalty 1.2 --compare
 
 evaluate: setup ## Loss and bits per byte of the quickstart model, after each pass and in each decode mode
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/python tools/evaluate.py runs/quickstart

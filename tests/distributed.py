@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     context.set_forkserver_preload(_PRELOADED)
     results = context.SimpleQueue()
     port = free_port()
-    # No daemons, which could not have reader processes of their own.
+    # No daemons, which could not have reader processes of their own; they end with this process all the same.
     processes = [
         context.Process(target=_rank_main, args=(fn, rank, world_size, port, results, args))
         for rank in range(world_size)
@@ -73,6 +74,7 @@ def _collect(processes: list[Any], results: Any, timeout_seconds: float) -> list
 def _rank_main(
     fn: Callable[..., Any], rank: int, world_size: int, port: int, results: Any, args: tuple[Any, ...]
 ) -> None:
+    _end_with_caller()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     os.environ.update(
@@ -88,6 +90,18 @@ def _rank_main(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _end_with_caller() -> None:
+    """End this rank as soon as the process that asked the server for it is gone, even if that was killed."""
+    caller = mp.parent_process()
+    assert caller is not None
+
+    def wait() -> None:
+        caller.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="caller", daemon=True).start()
 
 
 def free_port() -> int:

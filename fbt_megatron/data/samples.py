@@ -186,13 +186,25 @@ def read_samples(
 def scan_samples(location: str) -> IntArray:
     """Index of a tar that has none: [samples, 2], header offset and an upper bound of the number of tokens.
 
-    Reads the headers alone where the file can be sought in, else everything.
+    Reads the headers alone where the file can be sought in, else everything. A scan that fails for a reason that may
+    pass starts anew.
 
     Raises:
         DataError: it cannot be read, or is no tar, or is damaged.
     """
+    with storage.naming_errors(location):
+        return storage.persistently(location, lambda: _scan(location))
+
+
+def damaged(location: str, reason: str) -> DataError:
+    """The error for a tar that cannot be what it should be."""
+    return DataError(f"{location}: not a tar file, or damaged ({reason}). Copy or build the shard again.")
+
+
+def _scan(location: str) -> IntArray:
+    """One try of `scan_samples`; a failure to read raises one of `storage.READ_ERRORS`."""
     offsets, sizes, last_key = [], [], None
-    with storage.naming_errors(location), closing(storage.open_at(location, 0)) as stream:
+    with closing(storage.open_once(location, 0)) as stream:
         try:
             for name, offset, num_tokens in _selected_members(stream, sequential=storage.is_sequential(location)):
                 key = base_plus_ext(name)[0]
@@ -204,11 +216,6 @@ def scan_samples(location: str) -> IntArray:
         except (tarfile.TarError, ValueError) as error:
             raise damaged(location, str(error)) from error
     return np.stack([np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)], axis=1)
-
-
-def damaged(location: str, reason: str) -> DataError:
-    """The error for a tar that cannot be what it should be."""
-    return DataError(f"{location}: not a tar file, or damaged ({reason}). Copy or build the shard again.")
 
 
 def _selected_members(stream: Any, *, sequential: bool) -> Iterator[tuple[str, int, int]]:

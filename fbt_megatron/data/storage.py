@@ -107,6 +107,8 @@ def is_transient(location: str, error: BaseException) -> bool:
     """Whether the same read may succeed a little later."""
     if isinstance(error, aiohttp.ClientResponseError):
         return error.status >= _SERVER_ERROR or error.status == _TOO_MANY_REQUESTS
+    if isinstance(error, OSError) and error.errno in _OWN_LIMITS:
+        return False
     if is_remote(location) or is_pipe(location):
         return not isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
     return isinstance(error, OSError) and error.errno in _PASSING
@@ -120,7 +122,7 @@ def size_of(location: str) -> int:
     """
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return int(_persistently(location, lambda: file_system.size(path)))
+        return int(persistently(location, lambda: file_system.size(path)))
 
 
 def read_bytes(location: str) -> bytes:
@@ -131,7 +133,7 @@ def read_bytes(location: str) -> bytes:
     """
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return bytes(_persistently(location, lambda: file_system.cat_file(path)))
+        return bytes(persistently(location, lambda: file_system.cat_file(path)))
 
 
 def read_bytes_if_there(location: str) -> bytes | None:
@@ -143,7 +145,7 @@ def read_bytes_if_there(location: str) -> bytes | None:
     file_system, path = _file_system(location)
     with naming_errors(location):
         try:
-            return bytes(_persistently(location, lambda: file_system.cat_file(path)))
+            return bytes(persistently(location, lambda: file_system.cat_file(path)))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except aiohttp.ClientResponseError as error:
@@ -157,7 +159,7 @@ def is_folder(location: str) -> bool:
     """Whether `location` is a folder that can be listed."""
     file_system, path = _file_system(location)
     with naming_errors(location):
-        return bool(_persistently(location, lambda: file_system.isdir(path)))
+        return bool(persistently(location, lambda: file_system.isdir(path)))
 
 
 def list_files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -168,7 +170,7 @@ def list_files(folder: str, suffixes: tuple[str, ...]) -> list[str]:
     """
     file_system, path = _file_system(folder)
     with naming_errors(folder):
-        names = sorted(str(name) for name in _persistently(folder, lambda: file_system.ls(path, detail=False)))
+        names = sorted(str(name) for name in persistently(folder, lambda: file_system.ls(path, detail=False)))
     found = [name for name in names if name.endswith(suffixes)]
     if isinstance(file_system, LocalFileSystem):
         return found
@@ -181,16 +183,24 @@ def open_at(location: str, offset: int) -> BinaryIO:
     Raises:
         DataError: the scheme is unknown or its driver is missing. Other failures raise one of `READ_ERRORS`.
     """
+    return persistently(location, lambda: open_once(location, offset))
+
+
+def open_once(location: str, offset: int) -> BinaryIO:
+    """The same without a second try, for those who try again what they do with the stream as well."""
     if is_pipe(location):
         return io.BufferedReader(_CommandOutput(location.removeprefix(PIPE_PREFIX)))
     file_system, path = _file_system(location)
-    stream: BinaryIO = _persistently(location, lambda: file_system.open(path, "rb"))
+    stream: BinaryIO = file_system.open(path, "rb")
     stream.seek(offset)
     return stream
 
 
-def _persistently(location: str, read: Callable[[], T]) -> T:
-    """The result of `read`, which is tried again where it fails for a reason that may pass."""
+def persistently(location: str, read: Callable[[], T]) -> T:
+    """The result of `read`, which is tried again where it fails for a reason that may pass.
+
+    Raises what `read` raises when there have been enough tries, or at once where another would fail as well.
+    """
     backoff = Backoff()
     while True:
         try:

@@ -88,12 +88,20 @@ def test_the_end_of_a_save_is_logged_at_the_next_step(run: Run, gate: Gate) -> N
     assert len(run.log) == 1
 
 
-def test_a_new_save_waits_for_the_one_before(run: Run, gate: Gate) -> None:
+def test_a_new_save_waits_for_the_one_before(run: Run, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers are those of the save before: values that were copied too early would be in its files."""
+    waits, wait = threading.Event(), BackgroundWork.wait
+
+    def noted_wait(work: BackgroundWork[Any]) -> float:
+        waits.set()
+        return wait(work)
+
+    monkeypatch.setattr(BackgroundWork, "wait", noted_wait)
     run.begin_save(20)
     gate.wait_until_reached()
     second = threading.Thread(target=run.begin_save, args=(30,))
     second.start()
+    assert waits.wait(60)
     second.join(0.2)
     assert second.is_alive()
     gate.open()

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from fbt_megatron.checkpoint.folder import step_name
@@ -28,7 +27,7 @@ from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.fbt_model import FBTModel
 from fbt_megatron.model.layout import parameter_layouts
 from fbt_megatron.parallel.logical_tensor import pieces_of
-from fbt_megatron.parallel.topology import ParallelTopology, build_topology
+from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.engine import TrainEngine, build_engine
 from fbt_megatron.training.train_state import load_tensors, shards_of, software_versions
 from tests.distributed import run_distributed
@@ -38,6 +37,7 @@ from tests.parity.cases import (
     RankResult,
     Training,
     held_parts,
+    in_layouts,
     run_config,
     train_step,
 )
@@ -97,14 +97,6 @@ assert set(all_pairs()) >= CHOSEN
 
 def checkpoint_folder(root: str, layout: Layout, training: Training) -> Path:
     return Path(root) / f"{layout}-{training}"
-
-
-def in_layouts(cases: Iterable[tuple[Layout, Training]]) -> Iterator[tuple[Layout, Training, ParallelTopology]]:
-    """The cases, which are sorted by layout, with their process groups: built once per layout, as they keep threads."""
-    for layout, of_layout in itertools.groupby(cases, key=lambda case: case[0]):
-        parallel_state.destroy_model_parallel()
-        topology = build_topology(run_config(layout, TIED).parallel)
-        yield from ((layout, training, topology) for _, training in of_layout)
 
 
 def build(layout: Layout, training: Training, topology: ParallelTopology, *, seed: int) -> tuple[FBTModel, TrainEngine]:

@@ -18,6 +18,7 @@ from fbt_megatron.data.dataset import open_dataset
 from fbt_megatron.data.loader import build_train_loader
 from fbt_megatron.data.order import Span
 from fbt_megatron.data.retries import MAX_RETRIES, Backoff
+from fbt_megatron.data.samples import scan_samples
 from fbt_megatron.data.shards import Shard
 from fbt_megatron.errors import DataError, DataSetupError
 from fbt_megatron.training.console import print_warnings
@@ -115,6 +116,45 @@ def test_a_read_that_fails_goes_on_from_its_document(
     assert all(f"[Errno {number}]" in line for line in lines)
 
 
+@pytest.mark.parametrize("number", PASSING)
+def test_a_scan_that_fails_for_a_moment_starts_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    """In the middle of the headers of a tar that nothing describes: no sample is found twice or left out."""
+    (folder / "dataset.json").unlink()
+    location = str(folder / "shard-00000.tar")
+    failures = Failures(LocalFileOpener, "read", monkeypatch, number=number, left=0)
+    assert len(scan_samples(location)) == len(DOCUMENTS)
+    middle = failures.calls // 2
+    assert middle > 2
+    failures.is_due = lambda *_: failures.calls % middle == 0
+    failures.calls, failures.left = 0, 1
+    assert read(location) == DOCUMENTS
+    assert failures.left == 0
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(f"{location}: ")
+    assert f": [Errno {number}]" in line
+    failures.calls, failures.left = 0, 1 + MAX_RETRIES
+    with pytest.raises(DataError, match=rf"shard-00000\.tar: cannot be read \(\w+: \[Errno {number}\]"):
+        scan_samples(location)
+    assert failures.left == 0
+
+
+@pytest.mark.parametrize("number", PASSING)
+def test_a_tar_without_an_index_that_cannot_be_opened(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """To open it is part of the scan: there are no more tries than for either."""
+    failures = Failures(LocalFileSystem, "open", monkeypatch, number=number, left=MAX_RETRIES)
+    location = str(folder / "shard-00000.tar")
+    assert len(scan_samples(location)) == len(DOCUMENTS)
+    assert failures.left == 0
+    failures.left = 1 + MAX_RETRIES
+    with pytest.raises(DataError, match=rf"cannot be read \(\w+: \[Errno {number}\]"):
+        scan_samples(location)
+    assert failures.left == 0
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENAMETOOLONG])
 def test_what_does_not_pass_is_not_tried_again(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     failures = Failures(LocalFileSystem, "cat_file", monkeypatch, number=number, left=2)
@@ -149,7 +189,9 @@ def _response(status: int) -> aiohttp.ClientResponseError:
         ("https://host/a.tar", FileNotFoundError(), False),
         ("s3://bucket/a.tar", OSError("SlowDown"), True),
         ("s3://bucket/a.tar", PermissionError(), False),
+        ("s3://bucket/a.tar", OSError(errno.EMFILE, "x"), False),
         ("pipe:curl https://host/a.tar", OSError("the command exited with status 56"), True),
+        ("pipe:curl https://host/a.tar", OSError(errno.EMFILE, "x"), False),
         ("/data/a.tar", OSError(errno.EIO, "x"), True),
         ("file:///data/a.tar", OSError(errno.ESTALE, "x"), True),
         ("/data/a.tar", OSError("no number"), False),
@@ -175,6 +217,27 @@ def test_a_command_that_breaks_off_is_run_again(tmp_path: Path) -> None:
     script = f"echo >> {runs}; case $(wc -l < {runs}) in 2|3) head -c 30720 {tmp_path}/a.tar; exit 5;; esac; "
     assert read(f"pipe:{script} cat {tmp_path}/a.tar", 20, 20) == [[n, 256] for n in range(20, 40)]
     assert len(runs.read_text().splitlines()) == 4  # one scan, two that broke off, one whole
+
+
+def test_a_command_that_breaks_off_in_its_first_run_is_run_again(tmp_path: Path) -> None:
+    """That run is the scan, which finds every sample once."""
+    write_tar(tmp_path / "a.tar", [(f"{n}.tokens", pack_ids([n, 256], "uint16")) for n in range(50)])
+    runs = tmp_path / "runs"
+    script = f"echo >> {runs}; case $(wc -l < {runs}) in 1|2) head -c 30720 {tmp_path}/a.tar; exit 5;; esac; "
+    assert len(scan_samples(f"pipe:{script} cat {tmp_path}/a.tar")) == 50
+    assert len(runs.read_text().splitlines()) == 3
+    with pytest.raises(DataError, match=r"cannot be read \(OSError: the command exited with status 5\)"):
+        scan_samples(f"pipe:echo >> {runs}; head -c 30720 {tmp_path}/a.tar; exit 5")
+    assert len(runs.read_text().splitlines()) == 3 + 1 + MAX_RETRIES
+
+
+def test_a_server_that_fails_during_a_scan(folder: Path) -> None:
+    """The tar is asked for by a range."""
+    (folder / "dataset.json").unlink()
+    with serve(folder) as server:
+        server.failures_left = 3
+        assert read(f"{server.url}/shard-00000.tar") == DOCUMENTS
+        assert server.failures_left == 0
 
 
 @pytest.mark.parametrize("size", [20480, 30720, 31232, 31500])

@@ -5,7 +5,7 @@ Legend: `S` tokens of a row, `K` passes of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -182,13 +182,16 @@ def run_config(layout: Layout, training: Training) -> RunConfig:
 
 def train_cases(rank: int, cases: list[tuple[Layout, Training]]) -> list[RankResult]:
     """One result per case, of this rank; all cases have this number of ranks."""
-    results = []
+    return [train(run_config(layout, training), training, topology) for layout, training, topology in in_layouts(cases)]
+
+
+def in_layouts(cases: Iterable[tuple[Layout, Training]]) -> Iterator[tuple[Layout, Training, ParallelTopology]]:
+    """The cases, which are sorted by layout, with their process groups."""
     for layout, of_layout in groupby(cases, key=lambda case: case[0]):
         # Once per layout: megatron-core's groups keep their threads, and thousands of them would take turns.
         parallel_state.destroy_model_parallel()
         topology = build_topology(run_config(layout, Training((1,))).parallel)
-        results += [train(run_config(layout, training), training, topology) for _, training in of_layout]
-    return results
+        yield from ((layout, training, topology) for _, training in of_layout)
 
 
 def train(config: RunConfig, training: Training, topology: ParallelTopology) -> RankResult:
@@ -254,9 +257,9 @@ def held_parts(model: FBTModel, engine: TrainEngine) -> dict[str, list[Part]]:
     """Copies of every piece of weights and optimizer state on this rank."""
     parts: dict[str, list[Part]] = {"parameter": [], "weight": []}
     for name, parameter in model.named_parameters():
-        _add_pieces(parts["parameter"], engine.layouts[name], parameter.detach().float().flatten())
+        add_pieces(parts["parameter"], engine.layouts[name], parameter.detach().float().flatten())
     for fragment, master in engine.master_fragments():
-        _add_pieces(parts["weight"], fragment.layout, master, start=fragment.start, stop=fragment.stop)
+        add_pieces(parts["weight"], fragment.layout, master, start=fragment.start, stop=fragment.stop)
     for state, tensor, pieces in engine.optimizer.state_tensors():
         parts.setdefault(state, []).extend(
             (tensor.name, tensor.shape, place, view.numpy().copy()) for place, view in pieces
@@ -264,7 +267,8 @@ def held_parts(model: FBTModel, engine: TrainEngine) -> dict[str, list[Part]]:
     return parts
 
 
-def _add_pieces(parts: list[Part], layout: Any, flat: torch.Tensor, **flat_range: int) -> None:
+def add_pieces(parts: list[Part], layout: Any, flat: torch.Tensor, **flat_range: int) -> None:
+    """Add copies of the pieces of a flat tensor, or of a range of it, to `parts`."""
     for piece in pieces_of(layout, **flat_range):
         parts.append((piece.tensor.name, piece.tensor.shape, piece.place, piece.view(flat).numpy().copy()))
 

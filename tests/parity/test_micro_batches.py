@@ -13,14 +13,15 @@ from fbt_megatron.data.batch import TrainBatch
 from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.layout import parameter_layouts
 from fbt_megatron.model.pass_schedule import build_pass_plan
-from fbt_megatron.parallel.logical_tensor import pieces_of
 from fbt_megatron.parallel.topology import build_topology
 from fbt_megatron.training.forward_backward import forward_backward, forward_only
 from tests.distributed import run_distributed
 from tests.parity.cases import (
     FEEDBACK,
     Layout,
+    Part,
     Training,
+    add_pieces,
     assemble,
     batch_of_row,
     distance,
@@ -56,11 +57,9 @@ def gradients_and_losses(rank: int) -> list[list[dict]]:
             sums = forward_only(model, batches(num), num_passes=EXTRA_PASSES, topology=topology)
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             numbers = [losses.cross_entropy, losses.z_sum, sums.cross_entropy, sums.hidden_delta]
-            parts = [
-                (piece.tensor.name, piece.tensor.shape, piece.place, piece.view(gradient.flatten()).numpy().copy())
-                for name, gradient in gradients.items()
-                for piece in pieces_of(layouts[name])
-            ]
+            parts: list[Part] = []
+            for name, gradient in gradients.items():
+                add_pieces(parts, layouts[name], gradient.flatten())
             found.append({"numbers": torch.cat(numbers).numpy(), "parts": parts})
         results.append(found)
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -81,7 +82,8 @@ class RankedRun:
         """Kill what is left."""
         left = [pid for pid in self._children if self._status_of(pid) is None]
         for pid in [*(self.ranks() if self.by_torchrun and left else []), *left]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # torchrun may have reaped one of its ranks meanwhile
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

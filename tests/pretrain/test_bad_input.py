@@ -6,13 +6,13 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.disk import PAGE, small_disk
 from tests.pretrain.runs import Outcome, pretrain, steps, write_config
 
 pytestmark = pytest.mark.training
@@ -215,34 +215,27 @@ def test_data_error_on_every_rank(data: Path, tmp_path: Path, layout: str) -> No
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of `request.param` bytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    size = f"size={request.param}"
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of `request.param` pages."""
+    with small_disk(tmp_path / "disk") as disk:
+        disk.resize(request.param)
+        yield disk.path
 
 
-@pytest.mark.parametrize("small_disk", ["300k"], indirect=True)
-def test_full_disk_while_saving(config: Path, small_disk: Path) -> None:
-    run_dir = small_disk / "run"
+@pytest.mark.parametrize("disk", [300 * 1024 // PAGE], indirect=True)
+def test_full_disk_while_saving(config: Path, disk: Path) -> None:
+    run_dir = disk / "run"
     _refused(
         pretrain(config, run_dir), 4, "Cannot write a checkpoint", "No space left", "There is no earlier checkpoint"
     )
     assert not list((run_dir / "checkpoints").glob("step_*"))
 
 
-@pytest.mark.parametrize("small_disk", ["16k"], indirect=True)
+@pytest.mark.parametrize("disk", [16 * 1024 // PAGE], indirect=True)
 @pytest.mark.parametrize("tensorboard", ["true", "false"])
-def test_full_disk_while_logging(config: Path, small_disk: Path, tensorboard: str) -> None:
+def test_full_disk_while_logging(config: Path, disk: Path, tensorboard: str) -> None:
     """Rank 0 alone writes the log; both ranks stop, before the first checkpoint."""
-    outcome = pretrain(
-        config, small_disk / "run", "checkpoint.every=20", f"logging.tensorboard={tensorboard}", processes=2
-    )
+    outcome = pretrain(config, disk / "run", "checkpoint.every=20", f"logging.tensorboard={tensorboard}", processes=2)
     assert outcome.status != 0
     assert "Exception in thread" not in outcome.output  # of one that writes for TensorBoard
     for rank in (0, 1):

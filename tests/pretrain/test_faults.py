@@ -6,13 +6,13 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.disk import PAGE, small_disk
 from tests.pretrain.ranked_run import fork_ranks, spawn_ranks
 from tests.pretrain.runs import pretrain, records
 
@@ -89,13 +89,9 @@ def _fill(path: Path) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(tmp_path / "disk") as disk:
+        disk.resize((4 << 20) // PAGE)
+        yield disk.path
 
 
 @pytest.mark.slow

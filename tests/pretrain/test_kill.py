@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
 import time
 from collections import Counter
@@ -102,9 +103,11 @@ def kill_once(config: Path, run_dir: Path, *overrides: str, draw: random.Random,
                 life.wait_until(life.is_saving)
             time.sleep(delay * pause)
         saving, victim = life.is_saving(), draw.randrange(WORLD_SIZE)
+        assert life.ranks.running(), f"a rank has ended by itself: {life.ranks.wait(0.0)}\n{life.output()[-6000:]}"
         life.ranks.processes[victim].kill()
         statuses = life.ranks.wait(KILL_WAIT_SECONDS)
         assert None not in statuses, f"ranks outlive rank {victim}: {statuses}\n{life.output()[-6000:]}"
+        assert statuses[victim] == -signal.SIGKILL, f"rank {victim} was not killed: {statuses}\n{life.output()[-6000:]}"
         assert 0 not in statuses, f"rank {victim} was killed, and the run is complete: {statuses}"
         return "saving" if saving else "training" if life.steps() else "starting"
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -71,13 +72,14 @@ def test_branch_a_cooldown(root: Path, run_file: Path, main_run: Path) -> None:
     assert len(steps(main_run)) == 5
 
 
-def test_extend_a_run(root: Path, run_file: Path, main_run: Path) -> None:
-    """In place: the cooldown that began at step 9 now begins at 16."""
+def test_extend_a_run(run_file: Path, main_run: Path, tmp_path: Path) -> None:
+    """In place, in a copy: the cooldown that began at step 9 now begins at 16."""
+    copy = shutil.copytree(main_run, tmp_path / "runs" / "main")
     (command,) = commands("Extend a run")
-    outcome = run(root, run_file, command).check()
+    outcome = run(tmp_path, run_file, command).check()
     assert "changes from step 6 on: train.steps 10 -> 20" in outcome.output
-    assert f"resumed from {main_run}/checkpoints/step_00000005" in outcome.output
-    trained = steps(main_run)
+    assert f"resumed from {copy}/checkpoints/step_00000005" in outcome.output
+    trained = steps(copy)
     assert [record["step"] for record in trained] == list(range(1, 21))
     rates = [record["lr_normuon"] / 0.01 for record in trained]
     assert rates == pytest.approx([1.0] * 15 + [0.8, 0.6, 0.4, 0.2, 0.0])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from fbt_megatron.parallel.collectives import raise_together, sum_across
 from fbt_megatron.parallel.launcher import Launch
 from fbt_megatron.training.failure import leave
 from fbt_megatron.training.watchdog import watch
+from tests.distributed import free_port
 
 WORLD_SIZE, STEPS, FAULTY_STEP = 3, 10, 3
 LIMIT_SECONDS = 240.0
@@ -61,7 +61,10 @@ CASES = [
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended: exit status (negative: number of a signal), seconds of its life, what it printed."""
+    """How a rank ended: exit status (negative: number of a signal), seconds of its life, what it printed.
+
+    Those of a suspended rank count from the moment when it was stopped; 0 where it had ended before.
+    """
 
     status: int
     seconds: float
@@ -90,7 +93,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def _work(case: Case, rank: int) -> None:
+def _work(case: Case, rank: int, folder: Path) -> None:
     for step in range(1, STEPS + 1):
         activity.begin(f"step {step}")
         if step == FAULTY_STEP and case.fault == "together":
@@ -100,6 +103,11 @@ def _work(case: Case, rank: int) -> None:
         if case.fault == "suspended":
             time.sleep(0.6)
         sum_across(torch.ones(1))
+        if case.fault == "suspended" and step == 1:
+            (folder / f"{rank}.ready").touch()
+        if case.fault == "suspended" and step == STEPS - 1:  # steps are left for afterwards, however late it comes
+            while not (folder / "resumed").exists():
+                time.sleep(0.05)
 
 
 def _run_rank(case: Case, rank: int, port: int, folder: Path) -> NoReturn:
@@ -113,7 +121,7 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> NoReturn:
     launch = Launch("torchrun", world_size=WORLD_SIZE, rank=rank, local_rank=rank, address="127.0.0.1", port=port)
     watchdog = watch(config, launch)
     try:
-        _work(case, rank)
+        _work(case, rank, folder)
     except Exception as error:
         os._exit(leave(error, watchdog))
     watchdog.stop()
@@ -134,30 +142,27 @@ def _run_cases(root: Path) -> dict[str, Any]:
     ends: dict[str, dict[int, End]] = {case.name: {} for case in CASES}
     for case in CASES:
         (root / case.name).mkdir()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(WORLD_SIZE):
             pid = os.fork()
             if pid == 0:
                 _run_rank(case, rank, port, root / case.name)
             alive[pid] = case, rank
-    suspended = [pid for pid, (case, _) in alive.items() if case.fault == "suspended"]
+    suspensions = [Suspension(case, root / case.name) for case in CASES if case.fault == "suspended"]
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         seconds = time.monotonic() - start
         if pid:
             case, rank = alive.pop(pid)
             output = (root / case.name / f"{rank}.txt").read_text()
-            ends[case.name][rank] = End(os.waitstatus_to_exitcode(status), round(seconds, 1), output)
+            own = next((suspension.seconds for suspension in suspensions if suspension.case == case), seconds)
+            ends[case.name][rank] = End(os.waitstatus_to_exitcode(status), round(own, 1), output)
             others = [pid for pid, (other, _) in alive.items() if other == case]
             if case.fault == "stopped" and len(others) == 1:  # the one that is stopped; its launcher would kill it
                 os.kill(others[0], signal.SIGKILL)
             continue
-        if suspended and seconds > 1.0:
-            number = signal.SIGSTOP if seconds < 1.0 + SUSPENDED_SECONDS else signal.SIGCONT
-            signal_all([pid for pid in suspended if pid in alive], number)
-            suspended = suspended if number == signal.SIGSTOP else []
+        for suspension in suspensions:
+            suspension.advance([pid for pid, (case, _) in alive.items() if case == suspension.case])
         if seconds > LIMIT_SECONDS:
             signal_all(list(alive), signal.SIGKILL)
         time.sleep(0.05)
@@ -168,6 +173,31 @@ def _run_cases(root: Path) -> dict[str, Any]:
             for case in CASES
         },
     }
+
+
+class Suspension:
+    """Stops the ranks of a case once each has done a step under its watchdog, and lets them go on later."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self._folder = folder
+        self._stopped_at: float | None = None
+        self._resumed = False
+
+    @property
+    def seconds(self) -> float:
+        """Since the ranks were stopped; 0 before."""
+        return 0.0 if self._stopped_at is None else time.monotonic() - self._stopped_at
+
+    def advance(self, pids: list[int]) -> None:
+        """Do what is due with the processes that are left of the case."""
+        if self._stopped_at is None and len(list(self._folder.glob("*.ready"))) == WORLD_SIZE:
+            signal_all(pids, signal.SIGSTOP)
+            self._stopped_at = time.monotonic()
+        elif self.seconds > SUSPENDED_SECONDS and not self._resumed:
+            (self._folder / "resumed").touch()
+            signal_all(pids, signal.SIGCONT)
+            self._resumed = True
 
 
 def signal_all(pids: list[int], number: signal.Signals) -> None:

@@ -24,14 +24,9 @@ from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.trainer import Trainer
-from tests.training.tiny_run import read_records, tiny_run, write_data
+from tests.training.tiny_run import read_records, tiny_run
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 def saving_run(folder: Path, data: Path, *, in_background: bool, every: int = 1, **options: Any) -> RunConfig:

@@ -34,7 +34,7 @@ from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.parity.cases import Part, assemble, held_parts
 from tests.pretrain.runs import TIMES
-from tests.training.tiny_run import read_records, state_of, tiny_run, write_data
+from tests.training.tiny_run import read_records, state_of, tiny_run
 from tests.training.toy import COMBINATIONS
 
 WSD = LRScheduleConfig(warmup_steps=10, cooldown_fraction=0.2, min_lr_ratio=0.1)
@@ -42,11 +42,6 @@ STRONG_DECAY = OptimizerConfig(
     normuon=NorMuonConfig(lr=0.01, weight_decay=2.0), adam=AdamConfig(lr=5e-3, weight_decay=2.0)
 )
 """A decay that is not this step's shows in every matrix."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 def wsd_run(folder: Path, data: Path, *, steps: int = 100, **changes: Any) -> RunConfig:

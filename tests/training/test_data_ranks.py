@@ -20,7 +20,7 @@ from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.stop_signal import StopSignal
 from tests.data.datasets import spoil_document, write_dataset
 from tests.distributed import run_distributed
-from tests.training.samples import Sample, read_samples_log
+from tests.training.samples import expected_samples, read_samples_log
 from tests.training.tiny_run import GLOBAL_BATCH, SEQ_LENGTH, read_records, tiny_run
 
 pytestmark = pytest.mark.distributed
@@ -148,17 +148,6 @@ def ranks(root: Path) -> list[dict[str, Any]]:
     return run_distributed(_on_two_ranks, 2, str(root))
 
 
-def expected_samples(config: RunConfig, steps: int) -> list[Sample]:
-    """The rows of all steps as one loader gives them."""
-    loader = build_train_loader(config, dp_rank=0, dp_size=1)
-    samples = []
-    for step in range(1, steps + 1):
-        loader.next_step()
-        samples += [(step, row, keys) for row, keys in loader.last_documents.items()]
-    loader.close()
-    return samples
-
-
 @pytest.mark.parametrize("name", ["uneven", "one shard"])
 def test_a_run_ends_after_any_number_of_steps(ranks: list[dict[str, Any]], root: Path, name: str) -> None:
     """Nine documents for eight streams, of which each rank has four, in two micro-batches of two."""
@@ -168,7 +157,7 @@ def test_a_run_ends_after_any_number_of_steps(ranks: list[dict[str, Any]], root:
     assert [record["step"] for record in records if "kind" not in record] == list(range(1, MAX_STEPS + 1))
     assert [record["step"] for record in records if "kind" in record] == list(range(MAX_STEPS + 1))
     samples = read_samples_log(root / name)
-    assert samples == expected_samples(run_of(root / name, root / f"{name} data", steps=MAX_STEPS), MAX_STEPS)
+    assert samples == expected_samples(run_of(root / name, root / f"{name} data", steps=MAX_STEPS))
     seen = Counter(key for _, _, keys in samples for key in keys)
     assert len(seen) == sum(UNEVEN)
     assert min(seen.values()) >= MAX_STEPS // 2
@@ -203,7 +192,7 @@ def test_what_is_passed_over_is_summed_over_ranks_and_starts(ranks: list[dict[st
         for step, (before, after, num_tokens) in enumerate(zip([0, *expected[:-1]], expected, tokens, strict=True), 1)
         if after > before
     ]
-    assert read_samples_log(root / "skip") == expected_samples(config, MAX_STEPS)
+    assert read_samples_log(root / "skip") == expected_samples(config)
 
 
 def test_what_all_ranks_lost_together_stops_both(ranks: list[dict[str, Any]]) -> None:
@@ -219,7 +208,7 @@ def test_what_all_ranks_lost_together_stops_both(ranks: list[dict[str, Any]]) ->
 def test_the_sample_log_survives_changes_of_the_layout(ranks: list[dict[str, Any]], root: Path) -> None:
     assert ranks
     folder = root / "layouts"
-    assert read_samples_log(folder) == expected_samples(run_of(folder, root / "uneven data", steps=5), 5)
+    assert read_samples_log(folder) == expected_samples(run_of(folder, root / "uneven data", steps=5))
     steps = {
         path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
         for path in (folder / "samples").iterdir()

@@ -11,7 +11,7 @@ from torch import Tensor
 from fbt_megatron.config.schema import LoggingConfig, LRScheduleConfig, ParallelConfig, RunConfig
 from fbt_megatron.parallel.topology import ParallelTopology, build_topology
 from fbt_megatron.training.build import open_trainer
-from fbt_megatron.training.resilience import StopSignal
+from fbt_megatron.training.stop_signal import StopSignal
 from tests.distributed import run_distributed
 from tests.training.samples import read_samples_log
 from tests.training.tiny_run import read_records, state_of, tiny_run, write_data

@@ -10,22 +10,16 @@ from pathlib import Path
 import pytest
 
 from fbt_megatron.config.schema import LoggingConfig, ParallelConfig, RunConfig
-from fbt_megatron.data.loader import build_train_loader
 from fbt_megatron.errors import RunDirError
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.console import Console
 from fbt_megatron.training.sample_log import SampleLog
 from fbt_megatron.training.stop_signal import StopSignal
-from tests.training.samples import Sample, read_samples_log
-from tests.training.tiny_run import tiny_run, write_data
+from tests.training.samples import expected_samples, read_samples_log
+from tests.training.tiny_run import tiny_run
 
 STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 def logged_run(folder: Path, data: Path, **parallel: int) -> RunConfig:
@@ -33,17 +27,6 @@ def logged_run(folder: Path, data: Path, **parallel: int) -> RunConfig:
     config = tiny_run(folder, data, steps=STEPS)
     layout = ParallelConfig(zero_stage=1, precision="fp32", **parallel)
     return replace(config, parallel=layout, logging=LoggingConfig(tensorboard=False, samples=True))
-
-
-def expected_samples(config: RunConfig) -> list[Sample]:
-    """The rows of all steps as one loader gives them."""
-    loader = build_train_loader(config, dp_rank=0, dp_size=1)
-    samples = []
-    for step in range(1, config.train.steps + 1):
-        loader.next_step()
-        samples += [(step, row, keys) for row, keys in loader.last_documents.items()]
-    assert len(samples) == config.train.steps * config.train.global_batch_size
-    return samples
 
 
 def train(config: RunConfig, topology: ParallelTopology, *, stop_step: int | None = None, lost_steps: int = 0) -> None:

@@ -26,14 +26,9 @@ from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.train_state import Counters, shards_of
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.training.tiny_run import GLOBAL_BATCH, SEQ_LENGTH, read_records, state_of, tiny_run, write_data
+from tests.training.tiny_run import GLOBAL_BATCH, SEQ_LENGTH, read_records, state_of, tiny_run
 
 COMBINATIONS = [(0, "fp32"), (1, "fp32"), (1, "bf16")]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 def train(config: RunConfig, topology: ParallelTopology) -> list[dict[str, Any]]:
