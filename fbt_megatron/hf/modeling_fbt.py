@@ -482,15 +482,18 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
         """`GenerationMixin.generate` in one of the three modes.
 
         `prefill_passes` counts the passes over the prompt of mode `fused` (2). Prompts of unequal length are padded on
-        the left. With a filled `FBTCache` the tokens that are not in it are fed with feedback. Raises ValueError for a
-        mode that the model cannot do, and in `soft` and `fused` for what would not know where the prompt ends.
+        the left. With a filled `FBTCache` of the same mode the tokens that are not in it are fed with feedback. Raises
+        ValueError for a mode that the model cannot do, a cache of another mode, and in `soft` and `fused` for what
+        would not know where the prompt ends.
         """
         own = FBTCache(self.config, feedback_mode, prefill_passes)
         given = kwargs.pop("past_key_values", None)
         given = kwargs.pop("cache", given)
         if feedback_mode != "standard":
             self._check_options(generation_config or self.generation_config, args, kwargs)
-            given = own if given is None else _same_mode(given, own)
+            given = own if given is None else given
+        if feedback_mode != "standard" or isinstance(given, FBTCache):  # a cache alone would choose the mode
+            given = _same_mode(given, own)
         if given is not None:
             kwargs[_CACHE_NAME] = given
         return super().generate(inputs, generation_config, *args, **kwargs)
@@ -539,7 +542,10 @@ _NOT_WITH_FEEDBACK = (
 def _same_mode(given: Any, own: FBTCache) -> FBTCache:
     mode = (own.feedback_mode, own.prefill_passes)
     if not isinstance(given, FBTCache) or (given.feedback_mode, given.prefill_passes) != mode:
-        raise ValueError(f"the cache is not an FBTCache of mode {own.feedback_mode!r} with its number of passes.")
+        raise ValueError(
+            f"the cache is not an FBTCache of mode {own.feedback_mode!r} with its number of passes. Give the "
+            "feedback_mode and prefill_passes that the cache was made with."
+        )
     return given
 
 

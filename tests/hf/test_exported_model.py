@@ -306,9 +306,32 @@ def test_wrong_modes(models: dict[str, Exported]) -> None:
         models["baseline"].generate(ids, "soft", 2)
     with pytest.raises(ValueError, match="not an FBTCache of mode 'fused'"):
         model.generate(ids, "fused", 2, past_key_values=model.cache("soft"))
+    with pytest.raises(ValueError, match="not an FBTCache of mode 'fused'"):
+        model.generate(ids, "fused", 2, past_key_values=model.cache("fused", 3))
+    with pytest.raises(ValueError, match="not an FBTCache of mode 'soft'"):
+        model.generate(ids, "soft", 2, past_key_values=DynamicCache(config=model.model.config))
     mask = torch.tensor([[1, 1, 0]])
     with pytest.raises(ValueError, match="pad prompts on the left"):
         model.model.generate(torch.tensor(ids), attention_mask=mask, feedback_mode="soft", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("mode", ["soft", "fused"])
+def test_a_cache_does_not_choose_the_mode(models: dict[str, Exported], mode: str, options: dict[str, Any]) -> None:
+    """Fresh or filled, it goes only with its mode asked for, and what does not go with the mode is refused as ever."""
+    model = models["bare"]
+    (prompt,) = random_tokens(model.vocab_size, 11)
+    filled = model.cache(mode)
+    with torch.no_grad():
+        model.model(torch.tensor([prompt[:5]]), past_key_values=filled)
+    for cache in (model.cache(mode), filled):
+        before = cache.get_seq_length()
+        with pytest.raises(ValueError, match=r"not an FBTCache of mode 'standard'.*Give the feedback_mode"):
+            model.generate([prompt], "standard", 4, past_key_values=cache, **options)
+        if options:
+            with pytest.raises(ValueError, match="Leave it out"):
+                model.generate([prompt], mode, 4, past_key_values=cache, **options)
+        assert cache.get_seq_length() == before
 
 
 def test_wrong_arguments_of_forward(models: dict[str, Exported]) -> None:
