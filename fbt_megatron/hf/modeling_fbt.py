@@ -186,13 +186,31 @@ class FBTAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         mask = context.mask(self.window, key.shape[-2])
-        heads = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and query.shape[-2] > 1, enable_gqa=True
-        )
-        heads = heads.transpose(1, 2)
+        heads = _heads(query, key, value, mask).transpose(1, 2)
         if self.gate is not None:
             heads = heads * torch.sigmoid(self.gate(x)).unsqueeze(-1)
         return self.o_proj(heads.flatten(2))
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads [B, N, S, D] for query [B, N, S, D], and key and value [B, G, T, D]."""
+    groups = key.shape[1]
+    if query.shape[2] == 1:
+        # The query heads of a group see the same keys, as if they were queries of several tokens: nothing is copied.
+        grouped = query.reshape(len(query), groups, -1, query.shape[-1])
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(query.shape)
+    repeated = _repeats_heads(query, mask)
+    if repeated:
+        shared = query.shape[1] // groups
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=not repeated
+    )
+
+
+def _repeats_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Flash attention takes grouped heads, but no mask and no fp32; without it CUDA may hold all scores at once."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 class FBTMLP(nn.Module):
@@ -434,6 +452,8 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
             cache = FBTCache(self.config, "standard")
         self._check(embedded, attention_mask, cache, num_passes)
         past = 0 if cache is None else int(cache.get_seq_length())
+        if attention_mask is not None and past == 0 and bool(attention_mask.all()):
+            attention_mask = None  # no padding: causal attention needs no mask
         positions = _positions(embedded, attention_mask, position_ids, past)
         states = self.model(embedded, positions, attention_mask, cache, num_passes or 1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
