@@ -80,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings: Request, *, chat: bool) -> None:
-    """Continue each line from the terminal until end of file; with `chat`, the conversation so far is the prompt."""
+    """Continue each line from the terminal until end of file; with `chat`, the conversation so far is the prompt.
+
+    A line that the model cannot take is said, and left out of the conversation.
+    """
     encode = _chat_encoder(loaded) if chat else None
     messages: list[dict[str, str]] = []
     while True:
@@ -91,18 +94,21 @@ def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings:
             return
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
-        ids = tuple(encode(messages) if encode else loaded.encode(line))
-        for mode, generator in generators.items():
-            if len(generators) > 1:
-                print(f"[{_title(mode)}] ", end="")
-            try:
-                answer = _print_stream(generator, replace(settings, prompt=ids))
-            except DecodeError as error:  # the next line may fit
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                answer = ""
+        said = [*messages, {"role": "user", "content": line}]
+        ids = tuple(encode(said) if encode else loaded.encode(line))
+        try:
+            answers = [_answer(mode, generators, replace(settings, prompt=ids)) for mode in generators]
+        except DecodeError as error:  # the next line may fit
+            report(error)
+            continue
         if chat:
-            messages.append({"role": "assistant", "content": answer})
+            messages = [*said, {"role": "assistant", "content": answers[0]}]
+
+
+def _answer(mode: DecodeMode, generators: dict[DecodeMode, Generator], request: Request) -> str:
+    if len(generators) > 1:
+        print(f"[{_title(mode)}] ", end="")
+    return _print_stream(generators[mode], request)
 
 
 def side_by_side(texts: dict[str, str], *, width: int) -> str:
@@ -238,7 +244,14 @@ def _chat_encoder(loaded: LoadedModel) -> Any:
             f"--chat: the tokenizer of {loaded.path} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json). Use --interactive, which continues a text, or name one with --tokenizer."
         )
-    return partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
+    options = {"verbose": False}  # a prompt that is too long is said where it is refused
+    return partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        tokenizer_kwargs=options,
+    )
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -234,16 +234,18 @@ def test_the_tool_answers_lines(
 def test_the_tool_chats(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second prompt holds the first answer, in the form of the tokenizer's template."""
+    """The next prompt holds the first answer, in the form of the tokenizer's template, and no line that was refused."""
     copy_folder(trained.exported, tmp_path)
     template = (
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    typed = iter(["x", "y"])
+    typed = iter(["x", "z" * 40, "y"])
     monkeypatch.setattr("builtins.input", lambda prompt: _next_line(typed))
     assert generate.main([str(tmp_path), "--chat", "--mode", "soft", "--max-tokens", "3", "--ignore-eos"]) == 0
-    output = capsys.readouterr().out
+    output, errors = capsys.readouterr()
+    assert "tokens, but the model was trained on rows of 16" in errors
+    assert errors.count("\n") == 1
 
     def continued(prompt: str) -> str:
         options = ["--mode", "soft", "--max-tokens", 3, "--ignore-eos"]
