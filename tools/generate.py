@@ -19,13 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fbt_megatron.errors import DecodeError, FBTError, report
 from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
-from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.inference.source import LoadedModel, find_device, load_model
 
 _COLUMN_GAP = " | "
 
@@ -54,11 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model and do what was asked; raises FBTError."""
     modes = _modes(arguments)
     settings = _request(arguments, ())  # a wrong setting is said before the weights are read
+    device = find_device(arguments.device)
     texts = [] if arguments.interactive or arguments.chat else list(_read_prompts(arguments))
     loaded = load_model(
         arguments.model,
         dtype=arguments.dtype,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         tokenizer=arguments.tokenizer,
         log=partial(print, file=sys.stderr),
     )

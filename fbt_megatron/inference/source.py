@@ -13,7 +13,7 @@ import torch
 
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
-from fbt_megatron.errors import CheckpointError
+from fbt_megatron.errors import CheckpointError, DecodeError
 from fbt_megatron.hf.export import note_untrained_feedback
 from fbt_megatron.hf.folder import CONFIG_FILE
 from fbt_megatron.hf.model_config import model_config
@@ -62,6 +62,17 @@ class LoadedModel:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return self.tokenizer.tokenizer.decode(ids)
+
+
+def find_device(named: str | None) -> torch.device:
+    """The device `named` (default: a GPU where there is one); raises DecodeError where PyTorch cannot compute."""
+    name = named or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).split("\n")[0]
+        raise DecodeError(f"--device {name}: PyTorch cannot compute there ({reason}). Use cpu, or a GPU.") from None
+    return torch.device(name)
 
 
 def load_model(

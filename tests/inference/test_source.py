@@ -263,6 +263,9 @@ def test_the_tool_chats(
         (["--prompt", "a", "--top-p", "0"], 2, "DecodeError: top_p=0.0"),
         (["--prompt", "a", "--prefill-passes", "2"], 2, "mode standard takes one pass"),
         (["--prompts", "missing.txt"], 2, "--prompts missing.txt: cannot be read"),
+        (["--prompt", "a", "--device", "foo"], 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        (["--prompt", "a", "--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
+        (["--prompt", "a", "--device", "meta"], 2, "DecodeError: --device meta: PyTorch cannot compute there"),
         (["--prompt", "a", "--tokenizer", "missing"], 3, "tokenizer=missing: not found"),
         (["--chat"], 2, "has no chat template"),
     ],
@@ -275,6 +278,19 @@ def test_the_tool_refuses_in_one_line(
     assert expected in captured.err
     assert "Traceback" not in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--device", "foo"], ["--prompts", "missing.txt"], ["--top-p", "0"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_wrong_settings_are_said_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    prompt = [] if "--prompts" in arguments else ["--prompt", "a"]
+    assert generate.main(["nowhere", *prompt, *arguments]) == 2
+    assert capsys.readouterr().err.startswith("DecodeError: ")
 
 
 def test_a_model_without_feedback(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
