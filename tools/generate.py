@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         log=partial(print, file=sys.stderr),
     )
-    eos_ids = frozenset() if arguments.ignore_eos else loaded.eos_ids | frozenset(arguments.eos_id)
-    settings = replace(settings, eos_ids=eos_ids)
+    own_eos_ids = frozenset() if arguments.ignore_eos else loaded.eos_ids
+    settings = replace(settings, eos_ids=own_eos_ids | frozenset(arguments.eos_id))
     generators = {
         mode: Generator(Decoder(loaded.model, mode), tokenizer=loaded, num_ids=loaded.num_ids) for mode in modes
     }
@@ -306,7 +306,7 @@ def _add_sampling(group: Any) -> None:
     add("--seed", type=int, default=0, help="of the first prompt's draws; the next one has the next number")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     add("--eos-id", type=int, action="append", default=[], metavar="ID", help="end at this id as well (repeatable)")
-    add("--ignore-eos", action="store_true", help="do not end at the end-of-text id")
+    add("--ignore-eos", action="store_true", help="do not end at the tokenizer's end-of-text id")
 
 
 if __name__ == "__main__":

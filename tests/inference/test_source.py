@@ -212,6 +212,26 @@ def test_the_tool_reads_prompts(trained: Trained, tmp_path: Path, capsys: pytest
     assert [line["prompt"] for line in found] == ["a", "b"]
 
 
+def test_which_ids_end_a_text(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--ignore-eos leaves out the ids of the tokenizer's folder, and not those of --eos-id."""
+    copy_folder(trained.exported, tmp_path)
+
+    def tokens_of(*options: object) -> tuple[list[int], str]:
+        (line,) = lines_of(capsys, tmp_path, "--prompt", PROMPT, "--max-tokens", 6, *options)
+        return line["tokens"], line["finish"]
+
+    whole, _ = tokens_of("--ignore-eos")
+    early, late = whole[0], next(token for token in whole if token != whole[0])
+    until_late = whole[: whole.index(late) + 1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, early]}))
+    assert tokens_of() == ([early], "eos")
+    assert tokens_of("--ignore-eos") == (whole, "length")
+    assert tokens_of("--ignore-eos", "--eos-id", 255, "--eos-id", late) == (until_late, "eos")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": late}))
+    assert tokens_of() == (until_late, "eos")
+    assert tokens_of("--eos-id", early) == ([early], "eos")
+
+
 def _next_line(typed: Iterator[str]) -> str:
     for line in typed:
         return line
