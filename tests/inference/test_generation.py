@@ -133,8 +133,9 @@ def test_ids_beyond_the_tokenizer_are_never_generated(pair: Pair) -> None:
 def test_refusals(pair: Pair) -> None:
     generator = Generator(Decoder(pair.model, MODES[0]))
     assert generator.generate([]) == []
+    with pytest.raises(DecodeError, match="max tokens=0: must be at least 1"):
+        Request((1,), max_tokens=0)
     for request, expected in [
-        (Request((1,), max_tokens=0), "max tokens=0: must be at least 1"),
         (Request((1,), stop=("x",)), "stop strings need a tokenizer"),
         (Request(()), "prompt 2 has no tokens"),
         (Request((60,)), "prompt 2 holds token id 60"),

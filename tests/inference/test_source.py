@@ -302,7 +302,7 @@ def test_the_tool_refuses_in_one_line(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--device", "foo"], ["--prompts", "missing.txt"], ["--top-p", "0"]],
+    [["--device", "foo"], ["--prompts", "missing.txt"], ["--top-p", "0"], ["--max-tokens", "0"]],
     ids=lambda arguments: arguments[0],
 )
 def test_wrong_settings_are_said_before_the_model_is_read(
