@@ -104,7 +104,7 @@ def _fbt_folder(weights: StoredWeights, config: RunConfig, dtype: str) -> ModelF
 def note_untrained_feedback(config: RunConfig, manifest: Manifest, log: Callable[[str], None]) -> None:
     """The steps with several passes usually come late: a model from before them has feedback weights as drawn.
 
-    Of imported weights nobody knows how they were trained.
+    Unless it started from a model that had trained them. Of imported weights nobody knows how they were trained.
     """
     step = manifest.step
     if config.feedback.fusion == "none" or manifest.contents == WEIGHTS:
@@ -115,4 +115,9 @@ def note_untrained_feedback(config: RunConfig, manifest: Manifest, log: Callable
         if index == 0 or config.feedback.schedule[index - 1].last_step(config.train.steps) < step
     ]
     if step == 0 or all(passes == 1 for phase in begun for passes, share in phase.mix.items() if share > 0):
-        log(f"note: up to step {step} this run has trained without feedback; modes soft and fused mean nothing yet.")
+        load = config.checkpoint.load
+        doubt = "" if load is None else f"unless the weights of {load} had it, "
+        log(
+            f"note: up to step {step} this run has trained without feedback; {doubt}modes soft and fused mean nothing "
+            "yet."
+        )

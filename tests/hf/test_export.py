@@ -347,6 +347,12 @@ def test_feedback_that_was_not_trained_yet(topology, tmp_path: Path) -> None:
         export_checkpoint(run, tmp_path / f"out{step}", tokenizer="none", log=lines.append)
         assert len(lines) == expected
         assert all("trained without feedback" in line for line in lines)
+        assert all("unless" not in line for line in lines)
+    started = replace(config, checkpoint=replace(config.checkpoint, load="runs/start"))
+    run = save_model(tmp_path / "started", model, started, topology, step=10)
+    export_checkpoint(run, tmp_path / "of_started", tokenizer="none", log=lines.append)
+    assert ["unless the weights of runs/start had it, modes soft" in line for line in lines] == [True]
+    lines.clear()
     import_model(tmp_path / "out10", tmp_path / "imported")
     export_checkpoint(tmp_path / "imported", tmp_path / "again", tokenizer="none", log=lines.append)
     assert lines == []  # of imported weights nobody knows
