@@ -19,13 +19,7 @@ from fbt_megatron.hf.folder import CONFIG_FILE
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
 from fbt_megatron.hf.safetensors_files import DTYPES, StoredTensors, open_tensors
-from fbt_megatron.hf.tokenizer_files import (
-    TOKENIZER_FOLDER,
-    ModelTokenizer,
-    find_tokenizer,
-    special_ids,
-    tokenizer_files,
-)
+from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer
 from fbt_megatron.inference.model import DecoderModel, Targets
 from fbt_megatron.planner import logical_tensors
 
@@ -44,9 +38,8 @@ class LoadedModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a text: that of the tokenizer, or those that a `generation_config.json` beside it names."""
-        files = tokenizer_files(self.tokenizer, seq_length=self.model.config.seq_length)
-        eos = special_ids(self.tokenizer, files).eos
-        return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        found = end_ids(self.tokenizer)
+        return frozenset(found if isinstance(found, list) else [found])
 
     @property
     def num_ids(self) -> int:

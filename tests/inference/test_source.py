@@ -114,6 +114,15 @@ def test_several_ids_may_end_a_text(trained: Trained, tmp_path: Path) -> None:
     assert load_model(tmp_path).eos_ids == {10, 256}
 
 
+def test_the_ids_that_end_a_text_need_no_export_of_the_tokenizer(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds for a large vocabulary, at every start."""
+    loaded = load_model(trained.exported)
+    monkeypatch.setattr("fbt_megatron.hf.tokenizer_files._for_prompts", None)
+    assert loaded.eos_ids == {256}
+
+
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_a_prompt_starts_as_the_documents_do(trained: Trained, add_bos: bool) -> None:
     words = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "a")
