@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fbt_megatron.errors import CheckpointError
-from fbt_megatron.files import sync_folder
+from fbt_megatron.files import sync_folder, write_durably
 from fbt_megatron.hf.safetensors_files import DTYPES, Entry, write_tensors
 from fbt_megatron.hf.tokenizer_files import GENERATION_FILE, ModelTokenizer, SpecialIds, special_ids, tokenizer_files
 
@@ -77,10 +76,7 @@ def _write_texts(folder: Path, content: ModelFolder) -> None:
     files[GENERATION_FILE] = _json(ids.as_config())
     files[CARD_FILE] = content.card
     for name, text in sorted(files.items()):
-        with (folder / name).open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(folder / name, text)
 
 
 def _json(values: Mapping[str, Any]) -> str:

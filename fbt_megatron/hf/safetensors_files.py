@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fbt_megatron.errors import CheckpointError
+from fbt_megatron.files import write_durably
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -62,7 +63,7 @@ def write_tensors(folder: Path, entries: Sequence[Entry], *, dtype: torch.dtype,
         weight_map |= {entry.name: name for entry in shard}
     total = sum(entry.numel for entry in entries) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_durably(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _divide(entries: Sequence[Entry], itemsize: int, max_shard_bytes: int) -> list[list[Entry]]:
