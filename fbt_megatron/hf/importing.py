@@ -22,7 +22,7 @@ from fbt_megatron.checkpoint.logical_shards import LogicalShards
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.loader import format_config, save_config
-from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, ModelConfig, ParallelConfig, RunConfig
+from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, FusionKind, ParallelConfig, RunConfig
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
 from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.hf.folder import CONFIG_FILE
@@ -41,10 +41,8 @@ from fbt_megatron.model.initialization import draw_tensor
 from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect
 from fbt_megatron.planner import logical_tensors
 
-FusionKind = Literal["glu", "concat", "add", "none"]
-
 CONFIG_NAME = "config.yaml"
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+_PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _DERIVED = ".rotary_emb.inv_freq"
 _NAMED = 8
 """Tensors that an error lists by name."""
@@ -123,7 +121,6 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _run_config(exported: Mapping[str, Any], fusion: FusionKind | None, *, source: str) -> RunConfig:
     """A configuration of which model, fusion and precision matter."""
-    model: ModelConfig
     if exported.get("model_type") == MODEL_TYPE:
         if fusion is not None:
             raise ConfigError(
@@ -137,8 +134,8 @@ def _run_config(exported: Mapping[str, Any], fusion: FusionKind | None, *, sourc
         raise ConfigError(source, [f"dtype={dtype!r}: must be one of {', '.join(_PRECISIONS)}."])
     return RunConfig(
         model=model,
-        feedback=FeedbackConfig(fusion=own_fusion),  # type: ignore[arg-type]
-        parallel=ParallelConfig(precision=_PRECISIONS[dtype]),  # type: ignore[arg-type]
+        feedback=FeedbackConfig(fusion=own_fusion),
+        parallel=ParallelConfig(precision=_PRECISIONS[dtype]),
     )
 
 
