@@ -19,14 +19,12 @@ from fbt_megatron.hf.model_card import fbt_card
 from fbt_megatron.hf.model_config import ARCHITECTURE, exported_config
 from fbt_megatron.hf.names import exported_name
 from fbt_megatron.hf.plain_export import plain_folder
-from fbt_megatron.hf.safetensors_files import Entry
+from fbt_megatron.hf.safetensors_files import PRECISION_DTYPES, Entry
 from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 from fbt_megatron.planner import logical_tensors
 
 CODE_FILES = ("configuration_fbt.py", "modeling_fbt.py")
 ExportKind = Literal["fbt", "qwen3", "llama"]
-
-_PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def export_checkpoint(
     """
     weights = open_weights(source)
     config = weights.config
-    dtype = dtype or _PRECISION_DTYPES[config.parallel.precision]
+    dtype = dtype or PRECISION_DTYPES[config.parallel.precision]
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = find_tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
     if kind == "fbt":

@@ -27,6 +27,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types that weights are exported in, by their name in `config.json`."""
+PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Key of `DTYPES` for each value of `parallel.precision`."""
 
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _HEADER_ALIGNMENT = 8

@@ -18,12 +18,10 @@ from fbt_megatron.hf.export import note_untrained_feedback
 from fbt_megatron.hf.folder import CONFIG_FILE
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
-from fbt_megatron.hf.safetensors_files import DTYPES, StoredTensors, open_tensors
+from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors
 from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer
 from fbt_megatron.inference.model import DecoderModel, Targets
 from fbt_megatron.planner import logical_tensors
-
-_PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def load_model(
         config.model,
         config.feedback.fusion,
         read=partial(_read_checkpoint, weights, config),
-        dtype=_dtype(dtype, torch.device(device), _PRECISION_DTYPES[config.parallel.precision]),
+        dtype=_dtype(dtype, torch.device(device), PRECISION_DTYPES[config.parallel.precision]),
         device=device,
     )
     return LoadedModel(model, found, weights.path)
