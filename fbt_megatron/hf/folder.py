@@ -40,13 +40,32 @@ class ModelFolder:
         return replace(self, tokenizer=tokenizer)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's `config.json`; raises CheckpointError where there is none or it cannot be read."""
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}. Name the folder of a model.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}). Copy the model again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must be an object. Copy the model again.")
+    return content
+
+
+def check_free(out: Path) -> None:
+    """Raise CheckpointError where the folder `out` exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: is there already. Name a folder that does not exist, or is empty.")
+
+
 def write_folder(out: Path, content: ModelFolder, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
     """Write `content` to the folder `out`, which must not exist or be empty; gives the number of bytes.
 
     Raises CheckpointError where `out` is in use or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: is there already. Name a folder that does not exist, or is empty.")
+    check_free(out)
     temporary = out.with_name(out.name + ".partial")
     try:
         if temporary.exists():  # of an export that was stopped

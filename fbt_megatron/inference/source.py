@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +13,7 @@ from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
 from fbt_megatron.errors import CheckpointError, DecodeError
 from fbt_megatron.hf.export import note_untrained_feedback
-from fbt_megatron.hf.folder import CONFIG_FILE
+from fbt_megatron.hf.folder import CONFIG_FILE, read_config
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
 from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors
@@ -101,7 +99,7 @@ def load_model(
 
 
 def _load_exported(folder: Path, *, dtype: str | None, device: torch.device, tokenizer: str | None) -> LoadedModel:
-    exported = _read_config(folder / CONFIG_FILE)
+    exported = read_config(folder)
     config, fusion = model_config(exported, source=str(folder / CONFIG_FILE))
     found = _tokenizer(DataConfig(), tokenizer, beside=folder, vocab_size=config.vocab_size)
     with open_tensors(folder) as stored:
@@ -113,14 +111,6 @@ def _load_exported(folder: Path, *, dtype: str | None, device: torch.device, tok
             device=device,
         )
     return LoadedModel(model, found, folder)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Copy the model again.") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _tokenizer(data: DataConfig, named: str | None, *, beside: Path, vocab_size: int) -> ModelTokenizer:

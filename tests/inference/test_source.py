@@ -157,7 +157,10 @@ def test_sources_that_are_no_model(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: must be an object"):
         load_model(tmp_path)
     with pytest.raises(CheckpointError, match="--tokenizer none: texts need a tokenizer"):
         load_model(trained.run, tokenizer="none")
