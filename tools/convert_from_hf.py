@@ -16,7 +16,9 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
+from fbt_megatron.config.schema import FusionKind
 from fbt_megatron.errors import FBTError, report
 from fbt_megatron.hf.importing import ImportSummary, import_model
 
@@ -53,7 +55,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="folder with config.json and safetensors files")
     add("out", type=Path, metavar="OUT", help="new run folder for the checkpoint")
-    add("--fusion", choices=("glu", "concat", "add", "none"), help="feedback of a model that has none yet (glu)")
+    add("--fusion", choices=get_args(FusionKind), help="feedback of a model that has none yet (glu)")
     add("--seed", type=int, default=1234, help="of the new matrices (%(default)s)")
     add("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)

@@ -19,13 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fbt_megatron.errors import DecodeError, FBTError, report
 from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
-from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.inference.source import LoadedModel, find_device, load_model
 
 _COLUMN_GAP = " | "
 
@@ -54,16 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Load the model and do what was asked; raises FBTError."""
     modes = _modes(arguments)
     settings = _request(arguments, ())  # a wrong setting is said before the weights are read
+    device = find_device(arguments.device)
     texts = [] if arguments.interactive or arguments.chat else list(_read_prompts(arguments))
     loaded = load_model(
         arguments.model,
         dtype=arguments.dtype,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         tokenizer=arguments.tokenizer,
         log=partial(print, file=sys.stderr),
     )
-    eos_ids = frozenset() if arguments.ignore_eos else loaded.eos_ids | frozenset(arguments.eos_id)
-    settings = replace(settings, eos_ids=eos_ids)
+    own_eos_ids = frozenset() if arguments.ignore_eos else loaded.eos_ids
+    settings = replace(settings, eos_ids=own_eos_ids | frozenset(arguments.eos_id))
     generators = {
         mode: Generator(Decoder(loaded.model, mode), tokenizer=loaded, num_ids=loaded.num_ids) for mode in modes
     }
@@ -80,7 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings: Request, *, chat: bool) -> None:
-    """Continue each line from the terminal until end of file; with `chat`, the conversation so far is the prompt."""
+    """Continue each line from the terminal until end of file; with `chat`, the conversation so far is the prompt.
+
+    A line that the model cannot take is said, and left out of the conversation.
+    """
     encode = _chat_encoder(loaded) if chat else None
     messages: list[dict[str, str]] = []
     while True:
@@ -91,18 +93,21 @@ def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings:
             return
         if not line.strip():
             continue
-        messages.append({"role": "user", "content": line})
-        ids = tuple(encode(messages) if encode else loaded.encode(line))
-        for mode, generator in generators.items():
-            if len(generators) > 1:
-                print(f"[{_title(mode)}] ", end="")
-            try:
-                answer = _print_stream(generator, replace(settings, prompt=ids))
-            except DecodeError as error:  # the next line may fit
-                print(f"{type(error).__name__}: {error}", file=sys.stderr)
-                answer = ""
+        said = [*messages, {"role": "user", "content": line}]
+        ids = tuple(encode(said) if encode else loaded.encode(line))
+        try:
+            answers = [_answer(mode, generators, replace(settings, prompt=ids)) for mode in generators]
+        except DecodeError as error:  # the next line may fit
+            report(error)
+            continue
         if chat:
-            messages.append({"role": "assistant", "content": answer})
+            messages = [*said, {"role": "assistant", "content": answers[0]}]
+
+
+def _answer(mode: DecodeMode, generators: dict[DecodeMode, Generator], request: Request) -> str:
+    if len(generators) > 1:
+        print(f"[{_title(mode)}] ", end="")
+    return _print_stream(generators[mode], request)
 
 
 def side_by_side(texts: dict[str, str], *, width: int) -> str:
@@ -238,7 +243,14 @@ def _chat_encoder(loaded: LoadedModel) -> Any:
             f"--chat: the tokenizer of {loaded.path} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json). Use --interactive, which continues a text, or name one with --tokenizer."
         )
-    return partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
+    options = {"verbose": False}  # a prompt that is too long is said where it is refused
+    return partial(
+        tokenizer.apply_chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+        tokenizer_kwargs=options,
+    )
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -294,7 +306,7 @@ def _add_sampling(group: Any) -> None:
     add("--seed", type=int, default=0, help="of the first prompt's draws; the next one has the next number")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     add("--eos-id", type=int, action="append", default=[], metavar="ID", help="end at this id as well (repeatable)")
-    add("--ignore-eos", action="store_true", help="do not end at the end-of-text id")
+    add("--ignore-eos", action="store_true", help="do not end at the tokenizer's end-of-text id")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+FusionKind = Literal["glu", "concat", "add", "none"]
 REFUSED_KEYS = {
     "parallel.context": "context parallelism is not available, because feedback would cross the borders of its chunks "
     "(docs/parallelism.md says what it would take). For long rows use parallel.sequence and parallel.recompute.",
@@ -99,7 +100,7 @@ class SchedulePhase:
 class FeedbackConfig:
     """Latent feedback: how the top state returns, and how many passes a step runs."""
 
-    fusion: Literal["glu", "concat", "add", "none"] = "glu"
+    fusion: FusionKind = "glu"
     """`glu`: `(W_U h) * sigmoid(W_G e)`; `concat`: `W [h; e]`; `add`: `W_U h + W_E e`; `none`: an ordinary
     transformer."""
     jitter: float = 0.02

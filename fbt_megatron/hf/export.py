@@ -19,14 +19,12 @@ from fbt_megatron.hf.model_card import fbt_card
 from fbt_megatron.hf.model_config import ARCHITECTURE, exported_config
 from fbt_megatron.hf.names import exported_name
 from fbt_megatron.hf.plain_export import plain_folder
-from fbt_megatron.hf.safetensors_files import Entry
+from fbt_megatron.hf.safetensors_files import PRECISION_DTYPES, Entry
 from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 from fbt_megatron.planner import logical_tensors
 
 CODE_FILES = ("configuration_fbt.py", "modeling_fbt.py")
 ExportKind = Literal["fbt", "qwen3", "llama"]
-
-_PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def export_checkpoint(
     """
     weights = open_weights(source)
     config = weights.config
-    dtype = dtype or _PRECISION_DTYPES[config.parallel.precision]
+    dtype = dtype or PRECISION_DTYPES[config.parallel.precision]
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
     found = find_tokenizer(config.data, tokenizer, beside=beside, vocab_size=config.model.vocab_size)
     if kind == "fbt":
@@ -104,7 +102,7 @@ def _fbt_folder(weights: StoredWeights, config: RunConfig, dtype: str) -> ModelF
 def note_untrained_feedback(config: RunConfig, manifest: Manifest, log: Callable[[str], None]) -> None:
     """The steps with several passes usually come late: a model from before them has feedback weights as drawn.
 
-    Of imported weights nobody knows how they were trained.
+    Unless it started from a model that had trained them. Of imported weights nobody knows how they were trained.
     """
     step = manifest.step
     if config.feedback.fusion == "none" or manifest.contents == WEIGHTS:
@@ -115,4 +113,9 @@ def note_untrained_feedback(config: RunConfig, manifest: Manifest, log: Callable
         if index == 0 or config.feedback.schedule[index - 1].last_step(config.train.steps) < step
     ]
     if step == 0 or all(passes == 1 for phase in begun for passes, share in phase.mix.items() if share > 0):
-        log(f"note: up to step {step} this run has trained without feedback; modes soft and fused mean nothing yet.")
+        load = config.checkpoint.load
+        doubt = "" if load is None else f"unless the weights of {load} had it, "
+        log(
+            f"note: up to step {step} this run has trained without feedback; {doubt}modes soft and fused mean nothing "
+            "yet."
+        )

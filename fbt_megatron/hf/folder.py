@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fbt_megatron.errors import CheckpointError
-from fbt_megatron.files import sync_folder
+from fbt_megatron.files import sync_folder, write_durably
 from fbt_megatron.hf.safetensors_files import DTYPES, Entry, write_tensors
 from fbt_megatron.hf.tokenizer_files import GENERATION_FILE, ModelTokenizer, SpecialIds, special_ids, tokenizer_files
 
@@ -41,13 +40,32 @@ class ModelFolder:
         return replace(self, tokenizer=tokenizer)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's `config.json`; raises CheckpointError where there is none or it cannot be read."""
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: has no {CONFIG_FILE}. Name the folder of a model.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}). Copy the model again.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must be an object. Copy the model again.")
+    return content
+
+
+def check_free(out: Path) -> None:
+    """Raise CheckpointError where the folder `out` exists and is not empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: is there already. Name a folder that does not exist, or is empty.")
+
+
 def write_folder(out: Path, content: ModelFolder, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> int:
     """Write `content` to the folder `out`, which must not exist or be empty; gives the number of bytes.
 
     Raises CheckpointError where `out` is in use or cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: is there already. Name a folder that does not exist, or is empty.")
+    check_free(out)
     temporary = out.with_name(out.name + ".partial")
     try:
         if temporary.exists():  # of an export that was stopped
@@ -77,10 +95,7 @@ def _write_texts(folder: Path, content: ModelFolder) -> None:
     files[GENERATION_FILE] = _json(ids.as_config())
     files[CARD_FILE] = content.card
     for name, text in sorted(files.items()):
-        with (folder / name).open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(folder / name, text)
 
 
 def _json(values: Mapping[str, Any]) -> str:

@@ -22,10 +22,10 @@ from fbt_megatron.checkpoint.logical_shards import LogicalShards
 from fbt_megatron.checkpoint.manager import CheckpointManager
 from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.loader import format_config, save_config
-from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, ModelConfig, ParallelConfig, RunConfig
+from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, FusionKind, ParallelConfig, RunConfig
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
 from fbt_megatron.errors import CheckpointError, ConfigError
-from fbt_megatron.hf.folder import CONFIG_FILE
+from fbt_megatron.hf.folder import CONFIG_FILE, check_free, read_config
 from fbt_megatron.hf.model_config import MODEL_TYPE, model_config
 from fbt_megatron.hf.names import exported_name, plain_name
 from fbt_megatron.hf.plain_import import plain_model_config
@@ -41,10 +41,8 @@ from fbt_megatron.model.initialization import draw_tensor
 from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect
 from fbt_megatron.planner import logical_tensors
 
-FusionKind = Literal["glu", "concat", "add", "none"]
-
 CONFIG_NAME = "config.yaml"
-_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
+_PRECISIONS: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _DERIVED = ".rotary_emb.inv_freq"
 _NAMED = 8
 """Tensors that an error lists by name."""
@@ -79,11 +77,10 @@ def import_model(
     Raises ConfigError for a model that this project cannot express, CheckpointError where `source` is damaged or lacks
     tensors, or `out` is in use.
     """
-    exported = _read_config(source)
+    exported = read_config(source)
     model_type = str(exported.get("model_type"))
     config = _run_config(exported, fusion, source=str(source / CONFIG_FILE))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: is there already. Name a folder that does not exist, or is empty.")
+    check_free(out)
     own = exported_name if model_type == MODEL_TYPE else plain_name
     tensors = logical_tensors(config.model, config.feedback)
     fresh = [] if model_type == MODEL_TYPE else [tensor for tensor in tensors if tensor.feedback]
@@ -108,22 +105,8 @@ def import_model(
     )
 
 
-def _read_config(source: Path) -> dict[str, Any]:
-    path = source / CONFIG_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{source}: has no {CONFIG_FILE}. Name the folder of a model.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}). Copy the model again.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: must be an object. Copy the model again.")
-    return content
-
-
 def _run_config(exported: Mapping[str, Any], fusion: FusionKind | None, *, source: str) -> RunConfig:
     """A configuration of which model, fusion and precision matter."""
-    model: ModelConfig
     if exported.get("model_type") == MODEL_TYPE:
         if fusion is not None:
             raise ConfigError(
@@ -137,8 +120,8 @@ def _run_config(exported: Mapping[str, Any], fusion: FusionKind | None, *, sourc
         raise ConfigError(source, [f"dtype={dtype!r}: must be one of {', '.join(_PRECISIONS)}."])
     return RunConfig(
         model=model,
-        feedback=FeedbackConfig(fusion=own_fusion),  # type: ignore[arg-type]
-        parallel=ParallelConfig(precision=_PRECISIONS[dtype]),  # type: ignore[arg-type]
+        feedback=FeedbackConfig(fusion=own_fusion),
+        parallel=ParallelConfig(precision=_PRECISIONS[dtype]),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fbt_megatron.config.schema import FeedbackConfig, ModelConfig
+from fbt_megatron.config.schema import FeedbackConfig, FusionKind, ModelConfig
 from fbt_megatron.planner import logical_tensors
 
 PAPER = "[arXiv 2608.08888](https://arxiv.org/abs/2608.08888)"
@@ -36,7 +36,7 @@ own code: `trust_remote_code=True`. It is tested with the versions of transforme
 """
 
 
-def fbt_card(model: ModelConfig, fusion: str, *, dtype: str) -> str:
+def fbt_card(model: ModelConfig, fusion: FusionKind, *, dtype: str) -> str:
     """Card of a model with its feedback, or of an ordinary transformer of this project (fusion `none`)."""
     what = f"A full-bandwidth transformer (FBT, {PAPER}): the top state of each token feeds the next one.\n"
     if fusion == "none":
@@ -49,7 +49,7 @@ def fbt_card(model: ModelConfig, fusion: str, *, dtype: str) -> str:
     return "\n".join([_FRONT, "# Full-bandwidth transformer\n", *parts])
 
 
-def plain_card(model: ModelConfig, fusion: str, *, dtype: str, kind: str) -> str:
+def plain_card(model: ModelConfig, fusion: FusionKind, *, dtype: str, kind: str) -> str:
     """Card of a model exported as a stock architecture."""
     name = {"qwen3": "Qwen3", "llama": "Llama"}[kind]
     what = f"A transformer in the stock {name} architecture, trained with the method of {PAPER}.\n"
@@ -62,8 +62,8 @@ def plain_card(model: ModelConfig, fusion: str, *, dtype: str, kind: str) -> str
     return "\n".join([_FRONT, f"# {name} architecture\n", *parts])
 
 
-def _shape(model: ModelConfig, fusion: str, dtype: str) -> str:
-    tensors = logical_tensors(model, FeedbackConfig(fusion=fusion))  # type: ignore[arg-type]
+def _shape(model: ModelConfig, fusion: FusionKind, dtype: str) -> str:
+    tensors = logical_tensors(model, FeedbackConfig(fusion=fusion))
     window = "none" if model.sliding_window is None else f"{model.sliding_window:,} keys"
     if model.sliding_window is not None and model.full_attention_every is not None:
         window += f", full attention in every layer number that {model.full_attention_every} divides"

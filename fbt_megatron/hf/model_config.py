@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fbt_megatron.config.schema import FeedbackConfig, ModelConfig, RunConfig
+from fbt_megatron.config.schema import FeedbackConfig, FusionKind, ModelConfig, RunConfig
 from fbt_megatron.config.typed_values import Reading, known_keys, read_section
 from fbt_megatron.errors import ConfigError
 
@@ -38,14 +38,14 @@ _KEYS = {
 """Key of `model` in a configuration file -> key of `config.json`; `kernels` says how a model is computed, not what."""
 
 
-def exported_config(model: ModelConfig, fusion: str) -> dict[str, Any]:
+def exported_config(model: ModelConfig, fusion: FusionKind) -> dict[str, Any]:
     """The keys of `config.json` that describe the model."""
     values = {exported: getattr(model, key) for key, exported in _KEYS.items()}
     return values | {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], "fusion": fusion}
 
 
-def model_config(exported: Mapping[str, Any], *, source: str) -> tuple[ModelConfig, str]:
-    """The model that `config.json` describes, and its fusion (a value of `feedback.fusion`).
+def model_config(exported: Mapping[str, Any], *, source: str) -> tuple[ModelConfig, FusionKind]:
+    """The model that `config.json` describes, and its fusion.
 
     `source` names the file in errors. Raises ConfigError where a key is missing, has another type or a value that no
     model can have.

@@ -186,13 +186,31 @@ class FBTAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
         mask = context.mask(self.window, key.shape[-2])
-        heads = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and query.shape[-2] > 1, enable_gqa=True
-        )
-        heads = heads.transpose(1, 2)
+        heads = _heads(query, key, value, mask).transpose(1, 2)
         if self.gate is not None:
             heads = heads * torch.sigmoid(self.gate(x)).unsqueeze(-1)
         return self.o_proj(heads.flatten(2))
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads [B, N, S, D] for query [B, N, S, D], and key and value [B, G, T, D]."""
+    groups = key.shape[1]
+    if query.shape[2] == 1:
+        # The query heads of a group see the same keys, as if they were queries of several tokens: nothing is copied.
+        grouped = query.reshape(len(query), groups, -1, query.shape[-1])
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(query.shape)
+    repeated = _repeats_heads(query, mask)
+    if repeated:
+        shared = query.shape[1] // groups
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=not repeated
+    )
+
+
+def _repeats_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Flash attention takes grouped heads, but no mask and no fp32; without it CUDA may hold all scores at once."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 class FBTMLP(nn.Module):
@@ -434,6 +452,8 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
             cache = FBTCache(self.config, "standard")
         self._check(embedded, attention_mask, cache, num_passes)
         past = 0 if cache is None else int(cache.get_seq_length())
+        if attention_mask is not None and past == 0 and bool(attention_mask.all()):
+            attention_mask = None  # no padding: causal attention needs no mask
         positions = _positions(embedded, attention_mask, position_ids, past)
         states = self.model(embedded, positions, attention_mask, cache, num_passes or 1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -482,15 +502,18 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
         """`GenerationMixin.generate` in one of the three modes.
 
         `prefill_passes` counts the passes over the prompt of mode `fused` (2). Prompts of unequal length are padded on
-        the left. With a filled `FBTCache` the tokens that are not in it are fed with feedback. Raises ValueError for a
-        mode that the model cannot do, and in `soft` and `fused` for what would not know where the prompt ends.
+        the left. With a filled `FBTCache` of the same mode the tokens that are not in it are fed with feedback. Raises
+        ValueError for a mode that the model cannot do, a cache of another mode, and in `soft` and `fused` for what
+        would not know where the prompt ends.
         """
         own = FBTCache(self.config, feedback_mode, prefill_passes)
         given = kwargs.pop("past_key_values", None)
         given = kwargs.pop("cache", given)
         if feedback_mode != "standard":
             self._check_options(generation_config or self.generation_config, args, kwargs)
-            given = own if given is None else _same_mode(given, own)
+            given = own if given is None else given
+        if feedback_mode != "standard" or isinstance(given, FBTCache):  # a cache alone would choose the mode
+            given = _same_mode(given, own)
         if given is not None:
             kwargs[_CACHE_NAME] = given
         return super().generate(inputs, generation_config, *args, **kwargs)
@@ -539,7 +562,10 @@ _NOT_WITH_FEEDBACK = (
 def _same_mode(given: Any, own: FBTCache) -> FBTCache:
     mode = (own.feedback_mode, own.prefill_passes)
     if not isinstance(given, FBTCache) or (given.feedback_mode, given.prefill_passes) != mode:
-        raise ValueError(f"the cache is not an FBTCache of mode {own.feedback_mode!r} with its number of passes.")
+        raise ValueError(
+            f"the cache is not an FBTCache of mode {own.feedback_mode!r} with its number of passes. Give the "
+            "feedback_mode and prefill_passes that the cache was made with."
+        )
     return given
 
 

@@ -20,6 +20,7 @@ from fbt_megatron.hf.folder import ModelFolder
 from fbt_megatron.hf.model_card import plain_card
 from fbt_megatron.hf.names import plain_name
 from fbt_megatron.hf.safetensors_files import Entry
+from fbt_megatron.model.masks import layer_window
 from fbt_megatron.parallel.logical_tensor import LogicalTensor
 from fbt_megatron.planner import logical_tensors
 
@@ -88,22 +89,13 @@ def _config(model: ModelConfig, kind: PlainKind) -> dict[str, Any]:
     if kind == "llama":
         return values | {"mlp_bias": False}
     windowed = model.sliding_window is not None
-    kinds = ["sliding_attention" if _windowed(model, number) else "full_attention" for number in _numbers(model)]
+    windows = [layer_window(model, number) for number in range(1, model.num_layers + 1)]
     return values | {
         "use_sliding_window": windowed,
         "sliding_window": model.sliding_window,
-        "layer_types": kinds,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "max_window_layers": 0 if windowed else model.num_layers,
     }
-
-
-def _numbers(model: ModelConfig) -> range:
-    return range(1, model.num_layers + 1)
-
-
-def _windowed(model: ModelConfig, number: int) -> bool:
-    every = model.full_attention_every
-    return model.sliding_window is not None and not (every is not None and number % every == 0)
 
 
 def _entries(weights: StoredWeights, model: ModelConfig) -> list[Entry]:

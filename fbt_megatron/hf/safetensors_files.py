@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fbt_megatron.errors import CheckpointError
+from fbt_megatron.files import write_durably
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types that weights are exported in, by their name in `config.json`."""
+PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Key of `DTYPES` for each value of `parallel.precision`."""
 
 _TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _HEADER_ALIGNMENT = 8
@@ -62,7 +65,7 @@ def write_tensors(folder: Path, entries: Sequence[Entry], *, dtype: torch.dtype,
         weight_map |= {entry.name: name for entry in shard}
     total = sum(entry.numel for entry in entries) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_durably(folder / INDEX_FILE, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _divide(entries: Sequence[Entry], itemsize: int, max_shard_bytes: int) -> list[list[Entry]]:

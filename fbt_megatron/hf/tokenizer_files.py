@@ -150,15 +150,19 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
     return files
 
 
-def special_ids(found: ModelTokenizer, files: Mapping[str, str]) -> SpecialIds:
-    """Ids of BOS, EOS and padding; several EOS where a `generation_config.json` beside the tokenizer names them."""
-    tokenizer = found.tokenizer
+def end_ids(found: ModelTokenizer) -> int | list[int]:
+    """The id that ends a text, or those that a `generation_config.json` beside the tokenizer names."""
     stated = read_json(found.folder, GENERATION_FILE).get("eos_token_id")
-    eos = stated if isinstance(stated, int | list) else tokenizer.eos_id
+    return stated if isinstance(stated, int | list) else found.tokenizer.eos_id
+
+
+def special_ids(found: ModelTokenizer, files: Mapping[str, str]) -> SpecialIds:
+    """Ids of BOS, EOS (see `end_ids`) and padding, for a tokenizer with the files of `tokenizer_files`."""
+    tokenizer = found.tokenizer
     pad = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE]).token_to_id(
         json.loads(files[TOKENIZER_CONFIG_FILE])["pad_token"]
     )
-    return SpecialIds(tokenizer.bos_id, eos, tokenizer.eos_id if pad is None else pad)
+    return SpecialIds(tokenizer.bos_id, end_ids(found), tokenizer.eos_id if pad is None else pad)
 
 
 def _for_prompts(definition: str, found: ModelTokenizer) -> str:

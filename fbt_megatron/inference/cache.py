@@ -93,10 +93,7 @@ class KVCache:
             self._store(layer, key, value, forward)
         mask = forward.masks[self._slots[layer]]
         if not forward.start:
-            heads = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
-            return heads.transpose(1, 2)
+            return _prompt_heads(query, key, value, mask).transpose(1, 2)
         used = min(forward.start + 1, self._slots[layer])
         keys, values = self._keys[layer][:, :, :used], self._values[layer][:, :, :used]
         # The query heads of a group see the same keys, as if they were queries of several tokens: nothing is copied.
@@ -141,6 +138,22 @@ class KVCache:
         places = torch.arange(min(newest + 1, slots), device=self._starts.device)
         held = newest - (newest - places) % slots  # the slot whose token lies at each place
         return (held >= self._starts[:, None])[:, None, None, :]
+
+
+def _prompt_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Heads [B, N, S, D] of tokens that see each other only."""
+    repeated = _repeats_heads(query, mask)
+    if repeated:
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=not repeated
+    )
+
+
+def _repeats_heads(query: Tensor, mask: Tensor | None) -> bool:
+    """Flash attention takes grouped heads, but no mask and no fp32; without it CUDA may hold all scores at once."""
+    return query.is_cuda and (mask is not None or query.dtype == torch.float32)
 
 
 def _num_slots(model: ModelConfig, layer_number: int, capacity: int) -> int:

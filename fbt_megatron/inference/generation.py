@@ -27,6 +27,10 @@ class Request:
     stop: tuple[str, ...] = ()
     """Each ends the text and is not part of it; needs a tokenizer."""
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise DecodeError(f"max tokens={self.max_tokens}: must be at least 1.")
+
 
 @dataclass(frozen=True)
 class Token:
@@ -120,8 +124,6 @@ class Generator:
 
     def _check(self, request: Request, number: int) -> None:
         check_tokens(self.decoder.model, [request.prompt], first_number=number)
-        if request.max_tokens < 1:
-            raise DecodeError(f"max tokens={request.max_tokens}: must be at least 1.")
         if request.stop and self.tokenizer is None:
             raise DecodeError("stop strings need a tokenizer. Name one, or end texts by token ids (eos_ids).")
 

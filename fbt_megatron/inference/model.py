@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fbt_megatron.config.schema import ModelConfig
+from fbt_megatron.config.schema import FeedbackConfig, FusionKind, ModelConfig
 from fbt_megatron.inference.cache import Forward, KVCache
+from fbt_megatron.planner import logical_tensors
 
 Targets: TypeAlias = dict[str, Tensor]
 """Canonical name of each logical tensor -> where its values go."""
@@ -32,16 +33,13 @@ class DecoderModel:
     def __init__(
         self,
         config: ModelConfig,
-        fusion: str,
+        fusion: FusionKind,
         *,
         read: Callable[[Targets], None],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate the weights in `dtype` on `device`; `read` fills every one of the targets it is given.
-
-        `fusion` is a value of `feedback.fusion`.
-        """
+        """Allocate the weights in `dtype` on `device`; `read` fills every one of the targets it is given."""
         self.config = config
         self.fusion = fusion
         self.dtype = dtype
@@ -50,7 +48,11 @@ class DecoderModel:
         hidden = config.hidden_size
         self._embedding = self._new(config.vocab_size, hidden)
         self._embedding_norm = self._new(hidden) if config.embedding_norm or fusion != "none" else None
-        self._fusion = {name: self._new(hidden, inputs * hidden) for name, inputs in _FUSION_INPUTS[fusion].items()}
+        self._fusion = {
+            tensor.name.split(".")[1]: self._new(*tensor.shape)
+            for tensor in logical_tensors(config, FeedbackConfig(fusion=fusion))
+            if tensor.name.startswith("fusion.")
+        }
         self._layers = [self._new_layer() for _ in range(config.num_layers)]
         self._final_norm = self._new(hidden)
         self._head = self._embedding if config.tie_embeddings else self._new(config.vocab_size, hidden)
@@ -227,10 +229,3 @@ def _add(state: Tensor, embedding: Tensor, matrices: Targets) -> Tensor:
 
 
 _FUSIONS: dict[str, Callable[[Tensor, Tensor, Targets], Tensor]] = {"glu": _glu, "concat": _concat, "add": _add}
-_FUSION_INPUTS: dict[str, dict[str, int]] = {
-    "glu": {"w_u": 1, "w_g": 1},
-    "concat": {"w": 2},
-    "add": {"w_u": 1, "w_e": 1},
-    "none": {},
-}
-"""Matrices of each fusion, and how many states wide the input of each is."""

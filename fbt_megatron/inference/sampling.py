@@ -80,14 +80,14 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B] int64 for `logits` [B, V] fp32, and the log-probability that the model itself gives each, [B]."""
-        if self._num_ids < logits.shape[1]:
-            logits = logits.index_fill(
-                1, torch.arange(self._num_ids, logits.shape[1], device=logits.device), -torch.inf
-            )
+        """Tokens [B] int64 for `logits` [B, V] fp32, and the log-probability that the model itself gives each, [B].
+
+        That is over all V ids, also those that are never chosen.
+        """
+        known = logits[:, : self._num_ids]
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for settings, rows in self._alike.items():
-            tokens[rows] = self._choose_alike(logits if len(self._alike) == 1 else logits[rows], settings, rows)
+            tokens[rows] = self._choose_alike(known if len(self._alike) == 1 else known[rows], settings, rows)
         if self._seen is not None:
             self._seen[torch.arange(len(tokens), device=tokens.device), tokens] = True
         chosen = logits.gather(1, tokens[:, None])[:, 0]
@@ -104,7 +104,7 @@ class Sampler:
     def _choose_alike(self, logits: Tensor, settings: Sampling, rows: list[int]) -> Tensor:
         if settings.repetition_penalty != 1.0:
             assert self._seen is not None
-            logits = _penalized(logits, self._seen[rows], settings.repetition_penalty)
+            logits = _penalized(logits, self._seen[rows, : self._num_ids], settings.repetition_penalty)
         if settings.temperature == 0:
             return logits.argmax(dim=-1)
         values, ids = filter_logits(logits, settings)

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
-from fbt_megatron.errors import CheckpointError
+from fbt_megatron.errors import CheckpointError, DecodeError
 from fbt_megatron.hf.export import note_untrained_feedback
-from fbt_megatron.hf.folder import CONFIG_FILE
+from fbt_megatron.hf.folder import CONFIG_FILE, read_config
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
-from fbt_megatron.hf.safetensors_files import DTYPES, StoredTensors, open_tensors
-from fbt_megatron.hf.tokenizer_files import (
-    TOKENIZER_FOLDER,
-    ModelTokenizer,
-    find_tokenizer,
-    special_ids,
-    tokenizer_files,
-)
+from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors
+from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer
 from fbt_megatron.inference.model import DecoderModel, Targets
 from fbt_megatron.planner import logical_tensors
-
-_PRECISION_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +36,8 @@ class LoadedModel:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a text: that of the tokenizer, or those that a `generation_config.json` beside it names."""
-        files = tokenizer_files(self.tokenizer, seq_length=self.model.config.seq_length)
-        eos = special_ids(self.tokenizer, files).eos
-        return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        found = end_ids(self.tokenizer)
+        return frozenset(found if isinstance(found, list) else [found])
 
     @property
     def num_ids(self) -> int:
@@ -64,6 +53,17 @@ class LoadedModel:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""
         return self.tokenizer.tokenizer.decode(ids)
+
+
+def find_device(named: str | None) -> torch.device:
+    """The device `named` (default: a GPU where there is one); raises DecodeError where PyTorch cannot compute."""
+    name = named or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).split("\n")[0]
+        raise DecodeError(f"--device {name}: PyTorch cannot compute there ({reason}). Use cpu, or a GPU.") from None
+    return torch.device(name)
 
 
 def load_model(
@@ -94,14 +94,14 @@ def load_model(
         config.model,
         config.feedback.fusion,
         read=partial(_read_checkpoint, weights, config),
-        dtype=_dtype(dtype, torch.device(device), _PRECISION_DTYPES[config.parallel.precision]),
+        dtype=_dtype(dtype, torch.device(device), PRECISION_DTYPES[config.parallel.precision]),
         device=device,
     )
     return LoadedModel(model, found, weights.path, config)
 
 
 def _load_exported(folder: Path, *, dtype: str | None, device: torch.device, tokenizer: str | None) -> LoadedModel:
-    exported = _read_config(folder / CONFIG_FILE)
+    exported = read_config(folder)
     config, fusion = model_config(exported, source=str(folder / CONFIG_FILE))
     found = _tokenizer(DataConfig(), tokenizer, beside=folder, vocab_size=config.vocab_size)
     with open_tensors(folder) as stored:
@@ -113,14 +113,6 @@ def _load_exported(folder: Path, *, dtype: str | None, device: torch.device, tok
             device=device,
         )
     return LoadedModel(model, found, folder)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). Copy the model again.") from None
-    return content if isinstance(content, dict) else {}
 
 
 def _tokenizer(data: DataConfig, named: str | None, *, beside: Path, vocab_size: int) -> ModelTokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,22 @@ def test_several_files_of_weights(topology, tmp_path: Path) -> None:
         for name in ("one", "several")
     ]
     assert torch.equal(*logits)
+
+
+def test_every_file_is_flushed_to_the_disk(topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = saved(tmp_path / "run", topology, vocab_size=300)
+    flushed: set[int] = set()
+    flush = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.add(os.fstat(descriptor).st_ino)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    export_checkpoint(run, tmp_path / "out", max_shard_bytes=10_000)
+    files = {path.name: path.stat().st_ino for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < files.keys()
+    assert [name for name, number in files.items() if number not in flushed] == []
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
@@ -347,6 +364,12 @@ def test_feedback_that_was_not_trained_yet(topology, tmp_path: Path) -> None:
         export_checkpoint(run, tmp_path / f"out{step}", tokenizer="none", log=lines.append)
         assert len(lines) == expected
         assert all("trained without feedback" in line for line in lines)
+        assert all("unless" not in line for line in lines)
+    started = replace(config, checkpoint=replace(config.checkpoint, load="runs/start"))
+    run = save_model(tmp_path / "started", model, started, topology, step=10)
+    export_checkpoint(run, tmp_path / "of_started", tokenizer="none", log=lines.append)
+    assert ["unless the weights of runs/start had it, modes soft" in line for line in lines] == [True]
+    lines.clear()
     import_model(tmp_path / "out10", tmp_path / "imported")
     export_checkpoint(tmp_path / "imported", tmp_path / "again", tokenizer="none", log=lines.append)
     assert lines == []  # of imported weights nobody knows

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fbt_megatron.hf.export import export_checkpoint
@@ -109,6 +111,75 @@ def test_packed_rows(models: dict[str, Exported], name: str, num_passes: int) ->
         output = model.model(torch.tensor([row.tokens]), position_ids=positions, num_passes=num_passes, use_cache=False)
     expected = trainer_logits(model.trainer, [row], num_passes)
     assert float((output.logits - expected).abs().max()) < 1e-4
+
+
+class Attentions:
+    """What `scaled_dot_product_attention` is asked for, beside its results, or in place of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compute: bool = True) -> None:
+        self.calls: list[tuple[tuple[int, int], bool, bool]] = []
+        """Heads of queries and keys, whether there is a mask, and whether heads are grouped."""
+        attention = F.scaled_dot_product_attention
+
+        def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+            heads, has_mask = (query.shape[1], key.shape[1]), options["attn_mask"] is not None
+            self.calls.append((heads, has_mask, options.get("enable_gqa", False)))
+            return attention(query, key, value, **options) if compute else torch.empty_like(query)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+
+    def seen(self) -> set[tuple[tuple[int, int], bool, bool]]:
+        """The kinds of calls since this was asked last."""
+        kinds, self.calls = set(self.calls), []
+        return kinds
+
+
+@pytest.mark.parametrize(("name", "groups"), [("windowed", 2), ("unusual", 1)])
+def test_repeated_heads_give_what_grouped_ones_give(
+    models: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, name: str, groups: int
+) -> None:
+    model = models[name]
+    ids, mask = pad_left(random_tokens(model.vocab_size, 4, 17, 9))
+    attentions = Attentions(monkeypatch)
+    with torch.no_grad():
+        expected = model.model(ids, attention_mask=mask, num_passes=2).logits
+        assert attentions.seen() == {((4, groups), True, True)}
+        monkeypatch.setitem(model.model.generate.__globals__, "_repeats_heads", lambda query, mask: True)
+        found = model.model(ids, attention_mask=mask, num_passes=2).logits
+        assert attentions.seen() == {((4, 4), True, False)}
+    assert float((found - expected)[mask.bool()].abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_cuda_gets_grouped_heads_where_flash_attention_takes_them(
+    models: dict[str, Exported], monkeypatch: pytest.MonkeyPatch, has_mask: bool, dtype: torch.dtype
+) -> None:
+    """Tensors without storage stand for those of a GPU."""
+    attentions = Attentions(monkeypatch, compute=False)
+    heads_of = models["bare"].model.generate.__globals__["_heads"]
+    with FakeTensorMode():
+        query, key = (torch.empty(2, heads, 7, 8, dtype=dtype, device="cuda") for heads in (4, 2))
+        mask = torch.empty(2, 1, 7, 7, dtype=torch.bool, device="cuda") if has_mask else None
+        assert heads_of(query, key, key, mask).shape == query.shape
+    grouped = dtype == torch.bfloat16 and not has_mask
+    assert attentions.seen() == {((4, 2), False, True) if grouped else ((4, 4), has_mask, False)}
+
+
+def test_no_kernel_has_more_to_do_than_it_must(models: dict[str, Exported], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of ones is no mask, and a single query needs no grouped heads: those of a group are its queries."""
+    model, attentions = models["bare"].model, Attentions(monkeypatch)
+    prompts = random_tokens(60, 5, 5)
+    ids, ones = torch.tensor(prompts), torch.ones(2, 5, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert attentions.seen() == {((4, 2), False, True)}
+        output = model(ids, attention_mask=ones)
+        assert attentions.seen() == {((4, 2), False, True)}
+        assert torch.equal(output.logits, expected)
+        step, padding = torch.tensor([[1], [2]]), torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
+        model(step, attention_mask=padding, past_key_values=output.past_key_values)
+        assert attentions.seen() == {((2, 2), True, False)}
 
 
 @pytest.mark.parametrize(("mode", "passes"), [("soft", 1), ("fused", 2), ("fused", 3)])
@@ -306,9 +377,32 @@ def test_wrong_modes(models: dict[str, Exported]) -> None:
         models["baseline"].generate(ids, "soft", 2)
     with pytest.raises(ValueError, match="not an FBTCache of mode 'fused'"):
         model.generate(ids, "fused", 2, past_key_values=model.cache("soft"))
+    with pytest.raises(ValueError, match="not an FBTCache of mode 'fused'"):
+        model.generate(ids, "fused", 2, past_key_values=model.cache("fused", 3))
+    with pytest.raises(ValueError, match="not an FBTCache of mode 'soft'"):
+        model.generate(ids, "soft", 2, past_key_values=DynamicCache(config=model.model.config))
     mask = torch.tensor([[1, 1, 0]])
     with pytest.raises(ValueError, match="pad prompts on the left"):
         model.model.generate(torch.tensor(ids), attention_mask=mask, feedback_mode="soft", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 4}, {"use_cache": False}], ids=str)
+@pytest.mark.parametrize("mode", ["soft", "fused"])
+def test_a_cache_does_not_choose_the_mode(models: dict[str, Exported], mode: str, options: dict[str, Any]) -> None:
+    """Fresh or filled, it goes only with its mode asked for, and what does not go with the mode is refused as ever."""
+    model = models["bare"]
+    (prompt,) = random_tokens(model.vocab_size, 11)
+    filled = model.cache(mode)
+    with torch.no_grad():
+        model.model(torch.tensor([prompt[:5]]), past_key_values=filled)
+    for cache in (model.cache(mode), filled):
+        before = cache.get_seq_length()
+        with pytest.raises(ValueError, match=r"not an FBTCache of mode 'standard'.*Give the feedback_mode"):
+            model.generate([prompt], "standard", 4, past_key_values=cache, **options)
+        if options:
+            with pytest.raises(ValueError, match="Leave it out"):
+                model.generate([prompt], mode, 4, past_key_values=cache, **options)
+        assert cache.get_seq_length() == before
 
 
 def test_wrong_arguments_of_forward(models: dict[str, Exported]) -> None:

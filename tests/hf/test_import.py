@@ -16,6 +16,7 @@ from fbt_megatron.checkpoint.reading import open_weights
 from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.hf.export import export_checkpoint
 from fbt_megatron.hf.importing import import_model
+from fbt_megatron.hf.model_config import exported_config, model_config
 from fbt_megatron.planner import logical_tensors
 from tests.hf.models import (
     ARCHITECTURES,
@@ -167,6 +168,27 @@ def test_what_this_project_has_not(tmp_path: Path, kind: str, changes: dict[str,
     with pytest.raises(ConfigError) as caught:
         import_model(tmp_path, tmp_path / "run")
     assert any(key in problem for problem in caught.value.problems)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"fusion": "sum"}, 'feedback.fusion="sum": must be one of glu, concat, add, none'),
+        ({"fusion": None}, "feedback.fusion=null: must be one of glu, concat, add, none"),
+        ({"residual_scale": "sum"}, 'model.residual_scale="sum": must be one of depth, none'),
+        ({"sliding_window": 0}, "model.sliding_window=0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_that_no_fbt_has(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    config = config_of("windowed")
+    exported = exported_config(config.model, config.feedback.fusion)
+    assert model_config(exported, source="it") == (replace(config.model, kernels="auto"), "glu")
+    (tmp_path / "config.json").write_text(json.dumps(exported | changes))
+    with pytest.raises(ConfigError) as caught:
+        import_model(tmp_path, tmp_path / "run")
+    assert any(problem in found for found in caught.value.problems), caught.value.problems
     assert not (tmp_path / "run").exists()
 
 

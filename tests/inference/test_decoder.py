@@ -7,10 +7,13 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fbt_megatron.errors import DecodeError
+from fbt_megatron.inference.cache import KVCache
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.parallel.topology import ParallelTopology
 from fbt_megatron.planner import logical_tensors
@@ -117,6 +120,55 @@ def test_rows_can_leave_and_change_places(pair, mode: DecodeMode) -> None:
         rows = [rows[row] for row in kept]
         decoder.step(state, torch.tensor([given[row][step] for row in rows]))
         torch.testing.assert_close(decoder.logits(state), expected[rows, step + 1], **TOLERANCE)
+
+
+class Attentions:
+    """What `scaled_dot_product_attention` is asked for, beside its results, or in place of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, compute: bool) -> None:
+        self.calls: list[tuple[int, bool, bool]] = []
+        """Heads of the keys, whether there is a mask, and whether heads are grouped."""
+        attention = F.scaled_dot_product_attention
+
+        def watched(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
+            self.calls.append((key.shape[1], options["attn_mask"] is not None, options.get("enable_gqa", False)))
+            return attention(query, key, value, **options) if compute else torch.empty_like(query)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+
+
+@pytest.mark.parametrize("case", ["glu, windows, untied", "glu, plain embedding, one group"])
+def test_repeated_heads_give_what_grouped_ones_give(pair, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    decoder, prompts = pair(case).exact_decoder(MODES[2]), random_prompts(4, 17, 9, seed=9)
+    with monkeypatch.context() as watched:
+        attentions = Attentions(watched, compute=True)
+        expected, _ = decoder.run_passes(prompts)
+        groups = pair(case).config.model.num_query_groups
+        assert set(attentions.calls) == {(groups, True, True)}
+        attentions.calls.clear()
+        watched.setattr("fbt_megatron.inference.cache._repeats_heads", lambda query, mask: True)
+        found, _ = decoder.run_passes(prompts)
+        assert set(attentions.calls) == {(4, True, False)}
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+@pytest.mark.parametrize("starts", [[0, 0], [0, 3]], ids=str)
+def test_cuda_gets_grouped_heads_where_flash_attention_takes_them(
+    monkeypatch: pytest.MonkeyPatch, starts: list[int], dtype: torch.dtype, grouped: bool
+) -> None:
+    """Tensors without storage stand for those of a GPU: two rows of 7 tokens, the second with padding or not."""
+    attentions = Attentions(monkeypatch, compute=False)
+    cache = KVCache(CASES["glu"].model, starts=torch.tensor(starts), capacity=7, dtype=dtype, keeps=False)
+    forward = cache.start_forward(7)
+    has_mask = forward.masks[7] is not None
+    assert has_mask == (max(starts) > 0)
+    with FakeTensorMode():
+        if has_mask:
+            forward.masks[7] = torch.empty(2, 1, 7, 7, dtype=torch.bool, device="cuda")
+        query, key = (torch.empty(2, 7, heads, 8, dtype=dtype, device="cuda") for heads in (4, 2))
+        assert cache.attend(0, query, key, key, forward).shape == query.shape
+    assert attentions.calls == [(2, False, True) if grouped and not has_mask else (4, has_mask, False)]
 
 
 def test_standard_and_soft_share_the_first_token_only(pair) -> None:

@@ -10,6 +10,7 @@ from fbt_megatron.errors import DecodeError
 from fbt_megatron.inference.decoder import Decoder, DecodeState
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
+from fbt_megatron.inference.scoring import score
 from fbt_megatron.parallel.topology import ParallelTopology
 from tests.inference.toy import MODES, SEQ_LENGTH, Pair, random_prompts, reference_logits
 
@@ -127,14 +128,18 @@ def test_ids_beyond_the_tokenizer_are_never_generated(pair: Pair) -> None:
     decoder = Decoder(pair.model, MODES[1])
     request = Request((1, 2, 3), max_tokens=20, sampling=Sampling(temperature=5.0))
     assert max(Generator(decoder).generate([request])[0].tokens) >= 30
-    assert max(Generator(decoder, num_ids=30).generate([request])[0].tokens) < 30
+    (done,) = Generator(decoder, num_ids=30).generate([request])
+    assert max(done.tokens) < 30
+    (scored,) = score(decoder, [(request.prompt, done.tokens)])
+    assert done.logprobs == pytest.approx(scored.logprobs, abs=1e-4)
 
 
 def test_refusals(pair: Pair) -> None:
     generator = Generator(Decoder(pair.model, MODES[0]))
     assert generator.generate([]) == []
+    with pytest.raises(DecodeError, match="max tokens=0: must be at least 1"):
+        Request((1,), max_tokens=0)
     for request, expected in [
-        (Request((1,), max_tokens=0), "max tokens=0: must be at least 1"),
         (Request((1,), stop=("x",)), "stop strings need a tokenizer"),
         (Request(()), "prompt 2 has no tokens"),
         (Request((60,)), "prompt 2 holds token id 60"),

@@ -145,14 +145,16 @@ def test_ids_that_no_tokenizer_has_are_never_chosen(one: Sampling) -> None:
     row = sampler([one], vocab_size=5, num_ids=3)
     chosen = {row.choose(logits)[0].item() for _ in range(200)}
     assert chosen == ({2} if one.temperature == 0 else {0, 1, 2})
-    _, logprob = row.choose(torch.tensor([[0.0, 0.0, 1000.0, 50.0, 2000.0]]))
-    assert logprob.item() == 0.0
+    token, logprob = row.choose(torch.tensor([[0.0, 0.0, 1000.0, 50.0, 2000.0]]))
+    assert (token.item(), logprob.item()) == (2, -1000.0)
 
 
-def test_log_probabilities_are_the_models_own() -> None:
-    logits = torch.tensor([[1.0, 2.0, 4.0]])
+@pytest.mark.parametrize("num_ids", [3, 4, 5])
+def test_log_probabilities_are_the_models_own(num_ids: int) -> None:
+    """Over all of its ids, whichever the tokenizer knows."""
+    logits = torch.tensor([[1.0, 2.0, 4.0, 3.5, 3.9]])
     for one in (Sampling(), Sampling(temperature=0.01), Sampling(temperature=3.0, top_k=1, repetition_penalty=1.01)):
-        tokens, logprobs = sampler([one], vocab_size=3).choose(logits)
+        tokens, logprobs = sampler([one], vocab_size=5, prompts=[[1, 4]], num_ids=num_ids).choose(logits)
         assert tokens.item() == 2
         assert logprobs.item() == pytest.approx(logits.log_softmax(-1)[0, 2].item(), abs=1e-6)
 

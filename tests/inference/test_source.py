@@ -114,6 +114,15 @@ def test_several_ids_may_end_a_text(trained: Trained, tmp_path: Path) -> None:
     assert load_model(tmp_path).eos_ids == {10, 256}
 
 
+def test_the_ids_that_end_a_text_need_no_export_of_the_tokenizer(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes seconds for a large vocabulary, at every start."""
+    loaded = load_model(trained.exported)
+    monkeypatch.setattr("fbt_megatron.hf.tokenizer_files._for_prompts", None)
+    assert loaded.eos_ids == {256}
+
+
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_a_prompt_starts_as_the_documents_do(trained: Trained, add_bos: bool) -> None:
     words = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "a")
@@ -148,7 +157,10 @@ def test_sources_that_are_no_model(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: must be an object"):
         load_model(tmp_path)
     with pytest.raises(CheckpointError, match="--tokenizer none: texts need a tokenizer"):
         load_model(trained.run, tokenizer="none")
@@ -212,6 +224,26 @@ def test_the_tool_reads_prompts(trained: Trained, tmp_path: Path, capsys: pytest
     assert [line["prompt"] for line in found] == ["a", "b"]
 
 
+def test_which_ids_end_a_text(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--ignore-eos leaves out the ids of the tokenizer's folder, and not those of --eos-id."""
+    copy_folder(trained.exported, tmp_path)
+
+    def tokens_of(*options: object) -> tuple[list[int], str]:
+        (line,) = lines_of(capsys, tmp_path, "--prompt", PROMPT, "--max-tokens", 6, *options)
+        return line["tokens"], line["finish"]
+
+    whole, _ = tokens_of("--ignore-eos")
+    early, late = whole[0], next(token for token in whole if token != whole[0])
+    until_late = whole[: whole.index(late) + 1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, early]}))
+    assert tokens_of() == ([early], "eos")
+    assert tokens_of("--ignore-eos") == (whole, "length")
+    assert tokens_of("--ignore-eos", "--eos-id", 255, "--eos-id", late) == (until_late, "eos")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": late}))
+    assert tokens_of() == (until_late, "eos")
+    assert tokens_of("--eos-id", early) == ([early], "eos")
+
+
 def _next_line(typed: Iterator[str]) -> str:
     for line in typed:
         return line
@@ -234,16 +266,18 @@ def test_the_tool_answers_lines(
 def test_the_tool_chats(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second prompt holds the first answer, in the form of the tokenizer's template."""
+    """The next prompt holds the first answer, in the form of the tokenizer's template, and no line that was refused."""
     copy_folder(trained.exported, tmp_path)
     template = (
         "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    typed = iter(["x", "y"])
+    typed = iter(["x", "z" * 40, "y"])
     monkeypatch.setattr("builtins.input", lambda prompt: _next_line(typed))
     assert generate.main([str(tmp_path), "--chat", "--mode", "soft", "--max-tokens", "3", "--ignore-eos"]) == 0
-    output = capsys.readouterr().out
+    output, errors = capsys.readouterr()
+    assert "tokens, but the model was trained on rows of 16" in errors
+    assert errors.count("\n") == 1
 
     def continued(prompt: str) -> str:
         options = ["--mode", "soft", "--max-tokens", 3, "--ignore-eos"]
@@ -261,6 +295,9 @@ def test_the_tool_chats(
         (["--prompt", "a", "--top-p", "0"], 2, "DecodeError: top_p=0.0"),
         (["--prompt", "a", "--prefill-passes", "2"], 2, "mode standard takes one pass"),
         (["--prompts", "missing.txt"], 2, "--prompts missing.txt: cannot be read"),
+        (["--prompt", "a", "--device", "foo"], 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        (["--prompt", "a", "--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
+        (["--prompt", "a", "--device", "meta"], 2, "DecodeError: --device meta: PyTorch cannot compute there"),
         (["--prompt", "a", "--tokenizer", "missing"], 3, "tokenizer=missing: not found"),
         (["--chat"], 2, "has no chat template"),
     ],
@@ -273,6 +310,19 @@ def test_the_tool_refuses_in_one_line(
     assert expected in captured.err
     assert "Traceback" not in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--device", "foo"], ["--prompts", "missing.txt"], ["--top-p", "0"], ["--max-tokens", "0"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_wrong_settings_are_said_before_the_model_is_read(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    prompt = [] if "--prompts" in arguments else ["--prompt", "a"]
+    assert generate.main(["nowhere", *prompt, *arguments]) == 2
+    assert capsys.readouterr().err.startswith("DecodeError: ")
 
 
 def test_a_model_without_feedback(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
