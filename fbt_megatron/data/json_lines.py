@@ -40,12 +40,19 @@ def find_line_shards(spec: str | Sequence[str], *, key: str) -> list[Shard]:
 def scan_lines(location: str) -> Shard:
     """Read a whole file and note its lines, without those that are blank.
 
+    A scan that fails for a reason that may pass starts anew.
+
     Raises:
         DataError: it cannot be read.
     """
+    with storage.naming_errors(location):
+        return storage.persistently(location, lambda: _scan(location))
+
+
+def _scan(location: str) -> Shard:
     entries, digest = array("q"), hashlib.sha256()
     offset = 0
-    with storage.naming_errors(location), closing(storage.open_at(location, 0)) as stream:
+    with closing(storage.open_once(location, 0)) as stream:
         for number, line in enumerate(stream, start=1):
             digest.update(line)
             if line.strip():

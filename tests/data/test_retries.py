@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import aiohttp
 import pytest
@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 
 from fbt_megatron.data import retries, storage
 from fbt_megatron.data.dataset import open_dataset
+from fbt_megatron.data.json_lines import scan_lines
 from fbt_megatron.data.loader import build_train_loader
 from fbt_megatron.data.order import Span
 from fbt_megatron.data.retries import MAX_RETRIES, Backoff
@@ -238,6 +239,39 @@ def test_a_server_that_fails_during_a_scan(folder: Path) -> None:
         server.failures_left = 3
         assert read(f"{server.url}/shard-00000.tar") == DOCUMENTS
         assert server.failures_left == 0
+
+
+def test_a_scan_of_lines_that_breaks_off_starts_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(f'{{"number": {n}}}\n' for n in range(50)))
+    expected = scan_lines(str(path))
+    real, tries = storage.open_once, []
+
+    def breaks_off(location: str, offset: int) -> BinaryIO:
+        tries.append(location)
+        lines = real(location, offset).readlines()
+        return cast(BinaryIO, _Lines(lines, left=20 if len(tries) <= 2 else len(lines)))
+
+    monkeypatch.setattr(storage, "open_once", breaks_off)
+    found = scan_lines(str(path))
+    assert len(tries) == 3
+    assert (found.scanned == expected.scanned).all()
+    assert (len(found.scanned), found.sha256) == (50, expected.sha256)
+
+
+class _Lines:
+    """The first `left` lines of a file; then it cannot be read."""
+
+    def __init__(self, lines: list[bytes], *, left: int) -> None:
+        self._lines, self._left = lines, left
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._lines[: self._left]
+        if self._left < len(self._lines):
+            raise OSError(errno.EIO, "Input/output error")
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 @pytest.mark.parametrize("size", [20480, 30720, 31232, 31500])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_the_log_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 def test_what_ends_a_run_is_in_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(DataError), Console(enabled=True) as console:
+    with contextlib.suppress(DataError), Console(enabled=True) as console:
         console.open_log(tmp_path / "log.txt")
         raise DataError("shard 3 is short")
     assert (tmp_path / "log.txt").read_text().endswith(" the run ends: DataError: shard 3 is short\n")
