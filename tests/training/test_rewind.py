@@ -31,7 +31,7 @@ from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.pretrain.runs import TIMES
-from tests.training.tiny_run import GLOBAL_BATCH, read_records, state_of, tiny_run, write_data
+from tests.training.tiny_run import GLOBAL_BATCH, read_records, state_of, tiny_run
 
 STEPS = 9
 ALONE = 1
@@ -200,11 +200,6 @@ def check(folder: Path, ranks: list[dict[str, Any]]) -> None:
         assert log.count("rewind 1 of at most 1: back to ") == 1
         assert "step_00000003 after 2 skipped steps in a row, up to step 6; rows 32 to 47 are passed over" in log
         assert "step 5 (skipped) read row 32: " in log
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 @pytest.fixture(scope="module")

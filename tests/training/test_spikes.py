@@ -17,7 +17,7 @@ from fbt_megatron.training.spikes import FEWEST, WINDOW, SpikeDetector
 from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.trainer import Trainer
 from tests.distributed import run_distributed
-from tests.training.tiny_run import read_records, state_of, tiny_run, write_data
+from tests.training.tiny_run import read_records, state_of, tiny_run
 from tests.training.toy import COMBINATIONS
 
 CPU = torch.device("cpu")
@@ -108,11 +108,6 @@ def test_a_restored_detector_judges_alike(topology) -> None:
 
 
 # In a run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data") / "train")
 
 
 class Amplifier:
