@@ -124,6 +124,10 @@ def _settings(
     """All that the answers depend on. Batch size and number of processes are not among it."""
     return {
         "model": str(loaded.path.resolve()),
+        "weights_sha256": loaded.digest(),
+        "tokenizer": loaded.tokenizer.tokenizer.fingerprint,
+        "add_bos": loaded.tokenizer.add_bos,
+        "eos_ids": sorted(loaded.eos_ids),
         "dtype": str(loaded.model.dtype),
         "format": arguments.format,
         "problems": [problem.key for problem in problems],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fbt_megatron.checkpoint.manifest import FileRecord, Manifest
 from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation.benchmark import Asking, answer_problems, expected_keys
 from fbt_megatron.evaluation.code_runner import Limits
@@ -206,6 +208,50 @@ def test_the_tool_from_problems_to_the_table(
     assert lines[0] == f"gsm8k, {reader}: 1 examples, 2 samples, temperature 1"
     assert lines[1] == "3 problems"
     assert len(lines) == 3 + 3 * 2 + 1 + 3
+
+
+def test_another_model_under_the_same_path_is_refused(
+    reader: Path, trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, ends of text or the tokenizer replaced in place: the answers that are there are not those of the model."""
+    numbered(tmp_path / "problems.jsonl", 1)
+    folder = tmp_path / "model"
+    shutil.copytree(reader, folder)
+    command = [
+        str(folder), "--format", "gsm8k", "--problems", str(tmp_path / "problems.jsonl"), "--max-tokens", "2",
+        "--modes", "standard", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert run_benchmark.main(command) == 0
+    capfd.readouterr()
+
+    def refused(*options: str) -> str:
+        assert run_benchmark.main([*command, *options]) == 2
+        return capfd.readouterr().err
+
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 0x40]))
+    assert "holds results with other settings: weights_sha256 was " in refused()
+    weights.write_bytes(content)
+    ends = folder / "generation_config.json"
+    before = ends.read_text()
+    ends.write_text(json.dumps(json.loads(before) | {"eos_token_id": [256, 10]}))
+    assert "other settings: eos_ids was [256], is [10, 256]" in refused()
+    ends.write_text(before)
+    assert "other settings: tokenizer was " in refused("--tokenizer", "bytes")
+    assert run_benchmark.main(command) == 0
+
+
+def test_the_digest_is_that_of_the_weights(trained: Trained, tmp_path: Path) -> None:
+    """A run that is copied elsewhere is the same model; one whose manifest names other files is not."""
+    first = load_model(trained.run).digest()
+    shutil.copytree(trained.run, tmp_path / "run")
+    copied = load_model(tmp_path / "run")
+    assert copied.digest() == first != load_model(trained.exported).digest()
+    manifest = Manifest.read(copied.path)
+    name = min(manifest.files)
+    replace(manifest, files=manifest.files | {name: FileRecord(1, "0" * 64)}).write(copied.path)
+    assert copied.digest() != first
 
 
 @pytest.mark.parametrize(
