@@ -241,7 +241,7 @@ def _add_answers(group: Any) -> None:
     add("--samples", type=int, default=1, metavar="N", help="answers to each problem (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: always the most likely token (%(default)s)")
     add("--top-p", type=float, default=1.0, help="draw from the fewest that reach this probability")
-    add("--seed", type=int, default=0, help="of the first answer's draws; the next one has the next number")
+    add("--seed", type=int, default=0, help="other draws for each (%(default)s)")
     add("--max-tokens", type=int, metavar="N", help="longest answer (256 for gsm8k, else 512)")
 
 

@@ -7,6 +7,7 @@ the front of the context is left out. An empty context is the token that starts 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from fbt_megatron.errors import EvaluationError
+from fbt_megatron.evaluation.benchmark import draw_seed
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -55,8 +57,8 @@ class FBTHarnessModel(TemplateLM):
     ) -> None:
         """Load the model; the arguments are those of `--model_args`, and of the harness's `--batch_size`, `--device`.
 
-        `pretrained` is a run directory, a checkpoint or an exported folder. `seed` is that of the first request's
-        draws; the next one has the next number. Raises FBTError.
+        `pretrained` is a run directory, a checkpoint or an exported folder. `seed` gives each request other
+        draws, also where one text is asked for again. Raises FBTError.
         """
         super().__init__()
         del max_batch_size  # of automatic batch sizes only
@@ -210,7 +212,12 @@ class FBTHarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations, each up to its stop strings."""
-        prepared = [self._request(*request.args, seed=self._seed + n) for n, request in enumerate(requests)]
+        asked: Counter[str] = Counter()
+        prepared = []
+        for request in requests:
+            context, settings = request.args
+            prepared.append(self._request(context, settings, seed=draw_seed(self._seed, context, asked[context])))
+            asked[context] += 1
         texts = [""] * len(requests)
         for numbers in self._batches([len(one.prompt) for one in prepared], "generate_until", disable_tqdm):
             batch = [prepared[number] for number in numbers]

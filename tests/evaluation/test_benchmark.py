@@ -14,7 +14,7 @@ import pytest
 
 from fbt_megatron.checkpoint.manifest import FileRecord, Manifest
 from fbt_megatron.errors import EvaluationError
-from fbt_megatron.evaluation.benchmark import Asking, answer_problems, expected_keys
+from fbt_megatron.evaluation.benchmark import Asking, answer_problems, draw_seed, expected_keys
 from fbt_megatron.evaluation.code_runner import Limits
 from fbt_megatron.evaluation.problems import Problem, read_problems
 from fbt_megatron.evaluation.results import Answer, AnswerKey, ResultsFolder
@@ -41,8 +41,16 @@ ASKING = Asking(
 )
 
 
+FIRST_SEEDS = {draw_seed(100, key, 0) for key in [*map(str, range(1, 6)), "HumanEval/0"]}
+
+
+def is_first(request: Request) -> bool:
+    """Whether it is for the first sample of its problem."""
+    return request.sampling.seed in FIRST_SEEDS
+
+
 class Scripted:
-    """Stands for a model: problem n gets the answer n, which mode fused gives for even seeds alone."""
+    """Stands for a model: problem n gets the answer n, which mode fused gives to the first sample alone."""
 
     def __init__(self, mode: DecodeMode, seq_length: int = 100) -> None:
         self.decoder = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(seq_length=seq_length)))
@@ -56,7 +64,7 @@ class Scripted:
 
     def _text(self, request: Request) -> str:
         number = bytes(request.prompt).decode().split()[1]
-        return f"#### {number if self.mode.name == 'standard' or request.sampling.seed % 2 == 0 else 'x'}"
+        return f"#### {number if self.mode.name == 'standard' or is_first(request) else 'x'}"
 
 
 def numbered(path: Path, count: int = 5) -> list[Problem]:
@@ -104,6 +112,27 @@ def test_every_answer_once_in_any_number_of_processes(tmp_path: Path) -> None:
     assert [generator.batches for generator in finished.values()] == [[], []]
 
 
+def test_each_seed_draws_other_samples(tmp_path: Path) -> None:
+    """No sample of one seed is one of another, and neither --limit nor --samples changes any."""
+
+    class Recorder(Scripted):
+        def _text(self, request: Request) -> str:
+            return f"#### {request.sampling.seed}"
+
+    def drawn(name: str, problems: list[Problem], num_samples: int, seed: int) -> dict[AnswerKey, str]:
+        folder = ResultsFolder(tmp_path / name)
+        folder.claim({})
+        asking = replace(ASKING, num_samples=num_samples, sampling=Sampling(temperature=1.0, seed=seed))
+        answer(problems, folder, {MODES[0]: Recorder(MODES[0])}, asking=asking)
+        return {key: found.text for key, found in folder.answers().items()}
+
+    problems = numbered(tmp_path / "problems.jsonl")
+    first, second = (drawn(f"seed {seed}", problems, 4, seed) for seed in (0, 1))
+    assert len({*first.values(), *second.values()}) == 2 * 5 * 4
+    fewer = drawn("fewer", problems[:2], 3, 0)
+    assert fewer == {key: first[key] for key in fewer}
+
+
 def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
     problems, folder = numbered(tmp_path / "problems.jsonl", 3), ResultsFolder(tmp_path / "out")
     folder.claim({})
@@ -122,7 +151,7 @@ def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
 def test_programs_are_graded_by_their_tests(tmp_path: Path) -> None:
     class Programmer(Scripted):
         def _text(self, request: Request) -> str:
-            return "    return sum(numbers)\n" if request.sampling.seed % 2 == 0 else "    return 0\n"
+            return "    return sum(numbers)\n" if is_first(request) else "    return 0\n"
 
     problems = read_problems(written(tmp_path / "a.jsonl", HUMANEVAL), "humaneval")
     folder = ResultsFolder(tmp_path / "out")
@@ -184,7 +213,7 @@ def test_the_tool_from_problems_to_the_table(
         for number, problem in enumerate(problems[:3]):
             prompt = f"Question: Q?\nAnswer: #### 3\n\n{problem.prompt}"
             for sample in (0, 1):
-                sampling = Sampling(temperature=1.0, seed=2 * number + sample)
+                sampling = Sampling(temperature=1.0, seed=draw_seed(0, problem.key, sample))
                 request = Request(tuple(prompt.encode()), 12, sampling, frozenset({256}), ("Question:",))
                 (done,) = generator.generate([request])
                 found = answers[AnswerKey(name, problem.key, sample)]

@@ -201,7 +201,7 @@ def check_texts(reference: Reference, samples: list[dict[str, Any]], result: dic
 
 
 def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
-    """Special tokens of a template are tokens; draws differ from request to request and are the same again."""
+    """Special tokens of a template are tokens; draws differ with text, seed and repetition, and come again."""
     from fbt_megatron.evaluation.harness_model import FBTHarnessModel
 
     for path in trained.exported.iterdir():
@@ -217,7 +217,10 @@ def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
     drawn = [request("ab", do_sample=True, temperature=0.9, top_k=100, max_gen_toks=5) for _ in range(3)]
     texts = model.generate_until(drawn, disable_tqdm=True)
     assert len(set(texts)) == 3
-    assert FBTHarnessModel(str(tmp_path), seed=1).generate_until(drawn[:2], disable_tqdm=True) == texts[1:]
+    others = [request("b", do_sample=True, temperature=0.9, top_k=100, max_gen_toks=5)]
+    assert model.generate_until([drawn[0], *others, *drawn[1:]], disable_tqdm=True)[::2] == [texts[0], texts[1]]
+    again = FBTHarnessModel(str(tmp_path), seed=1).generate_until(drawn, disable_tqdm=True)
+    assert len({*again, *texts}) == 6
 
     assert model.tok_encode("a<|endoftext|>") == list(b"a<|endoftext|>")
     assert model.chat_template(True) == template
