@@ -14,7 +14,7 @@ import json
 import math
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fbt_megatron.data.dataset import DocumentDataset, open_dataset
+from fbt_megatron.data.format import DATASET_FILE
 from fbt_megatron.data.loader import build_validation_loader
 from fbt_megatron.errors import DataError, DecodeError, FBTError
 from fbt_megatron.evaluation.document_loss import (
@@ -34,6 +35,7 @@ from fbt_megatron.evaluation.document_loss import (
     document_pieces,
     row_pieces,
 )
+from fbt_megatron.hf.tokenizer_files import makes_ids_of
 from fbt_megatron.inference.decoder import FUSED_PASSES
 from fbt_megatron.inference.source import LoadedModel, load_model
 
@@ -94,9 +96,24 @@ def _documents(
         vocab_size=loaded.model.config.vocab_size,
         key="--data" if arguments.data else "data.validation",
     )
+    _check_tokenizer(loaded, dataset, "--data" if arguments.data else "data.validation", spec)
     pieces = document_pieces(dataset, seq_length=loaded.model.config.seq_length, limit=arguments.limit)
     total = None if arguments.limit else dataset.num_tokens
     return pieces, total, _bytes_of(dataset), spec if isinstance(spec, str) else ", ".join(spec)
+
+
+def _check_tokenizer(loaded: LoadedModel, dataset: DocumentDataset, key: str, spec: str | Sequence[str]) -> None:
+    """Raises DataError for ids of another tokenizer: they stand for other texts, and losses of them for nothing."""
+    if makes_ids_of(loaded.tokenizer.tokenizer, dataset):
+        return
+    described = dataset.described
+    made = "--text-tokenizer" if described is None else described.info.tokenizer.file or "raw bytes"
+    where = "" if described is None else f" ({DATASET_FILE} in {described.folder})"
+    raise DataError(
+        f"{key}={spec}: its ids are those of another tokenizer, {made}{where}, than the model's, "
+        f"{loaded.tokenizer.folder or 'raw bytes'}. Name data of the model's tokenizer, or with --tokenizer the one "
+        "that the model was trained with."
+    )
 
 
 def _rows(loaded: LoadedModel) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:

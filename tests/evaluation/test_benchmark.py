@@ -210,7 +210,7 @@ def test_the_tool_from_problems_to_the_table(
     loaded = load_model(reader)
     for name, mode in [("standard", "standard"), ("soft", "soft"), ("fused-2", "fused")]:
         generator = Generator(Decoder(loaded.model, DecodeMode.of(mode)), tokenizer=loaded)
-        for number, problem in enumerate(problems[:3]):
+        for problem in problems[:3]:
             prompt = f"Question: Q?\nAnswer: #### 3\n\n{problem.prompt}"
             for sample in (0, 1):
                 sampling = Sampling(temperature=1.0, seed=draw_seed(0, problem.key, sample))
@@ -242,7 +242,7 @@ def test_the_tool_from_problems_to_the_table(
 def test_another_model_under_the_same_path_is_refused(
     reader: Path, trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights, ends of text or the tokenizer replaced in place: the answers that are there are not those of the model."""
+    """Weights, ends of text or tokenizer replaced in place: the answers that are there are not those of the model."""
     numbered(tmp_path / "problems.jsonl", 1)
     folder = tmp_path / "model"
     shutil.copytree(reader, folder)

@@ -13,6 +13,7 @@ import torch
 
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.dataset import open_dataset
+from fbt_megatron.data.format import TokenizerInfo
 from fbt_megatron.errors import DataError, DecodeError
 from fbt_megatron.evaluation.document_loss import Piece, document_losses, document_pieces, row_pieces
 from fbt_megatron.evaluation.statistics import ratio_error
@@ -132,6 +133,20 @@ def test_a_run_and_its_export_agree_on_documents(trained: Trained, capsys: pytes
         for key in ("loss", "bits_per_byte", "difference", "difference_error"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
     assert result_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
+
+
+def test_ids_of_another_tokenizer_are_refused(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many ids as the model has, but of words and not of bytes: both tokenizers are named."""
+    stored = TokenizerInfo("huggingface", "../tokenizer/tokenizer.json", "1" * 64)
+    write_dataset(tmp_path / "set", [[[1, 2, 256]]], tokenizer=stored)
+    for model, own in ((trained.run, "raw bytes"), (trained.exported, str(trained.exported))):
+        assert evaluate.main([str(model), "--data", str(tmp_path / "set")]) == 3
+        error = capsys.readouterr().err
+        assert "/set: its ids are those of another tokenizer, ../tokenizer/tokenizer.json" in error
+        assert f"(dataset.json in {tmp_path / 'set'}), than the model's, {own}. Name data of" in error
+        assert error.count("\n") == 1
 
 
 def test_rows_in_which_documents_see_each_other(trained: Trained) -> None:
