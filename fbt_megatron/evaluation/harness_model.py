@@ -68,9 +68,11 @@ class FBTHarnessModel(TemplateLM):
             )
         if not pretrained:
             raise EvaluationError("--model_args: name the model with pretrained=PATH.")
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise EvaluationError(f"batch_size={batch_size}: must be a number of at least 1, the requests of a batch.")
-        self.batch_size = int(batch_size)
+        self.batch_size = _number("batch_size", batch_size, least=1)
+        self._max_gen_toks = _number("max_gen_toks", max_gen_toks, least=1)
+        self._seed = _number("seed", seed)
+        passes = None if prefill_passes is None else _number("prefill_passes", prefill_passes, least=1)
+        decode_mode = DecodeMode.of(mode, prefill_passes=passes)
         self._loaded = load_model(
             Path(str(pretrained)),
             dtype=dtype,
@@ -78,11 +80,9 @@ class FBTHarnessModel(TemplateLM):
             tokenizer=tokenizer,
             log=logger.warning,
         )
-        self._decoder = Decoder(self._loaded.model, DecodeMode.of(mode, prefill_passes=prefill_passes))
+        self._decoder = Decoder(self._loaded.model, decode_mode)
         self._generator = Generator(self._decoder, tokenizer=self._loaded, num_ids=self._loaded.num_ids)
         self._device = self._loaded.model.device
-        self._max_gen_toks = max_gen_toks
-        self._seed = seed
         self._uses_chat_template = False
         self._has_warned = False
 
@@ -287,10 +287,19 @@ def register() -> None:
 
 
 def _device(named: str | None) -> str:
-    """The harness names a GPU where its user has named nothing, so a machine without one is not a mistake."""
-    if named is not None and not (named.startswith("cuda") and not torch.cuda.is_available()):
-        return named
+    """The harness names the first GPU where its user has named nothing: a machine without one is not a mistake."""
+    if named is not None and (named != "cuda:0" or torch.cuda.is_available()):
+        return str(named)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _number(key: str, value: object, *, least: int | None = None) -> int:
+    """A model argument, which comes as the harness reads it: as a number, a text or anything else."""
+    text = str(value)
+    if not text.removeprefix("-").isdecimal() or (least is not None and int(text) < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise EvaluationError(f"{key}={value}: must be a number{at_least}, without a fraction.")
+    return int(text)
 
 
 def _chunks(items: Sequence[Item], size: int) -> Iterable[list[Item]]:

@@ -99,10 +99,13 @@ def load_model(
     the run or the folder), `tokenizer` as in `find_tokenizer`. `log` gets what to know beside.
 
     Raises CheckpointError where there is no model or it is damaged, ConfigError where it is no FBT, DataError for a
-    tokenizer that cannot be read.
+    tokenizer that cannot be read, DecodeError for another `dtype` or a device that PyTorch cannot compute on.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise DecodeError(f"dtype={dtype}: must be one of {', '.join(DTYPES)}.")
+    device = find_device(str(device))
     if (source / CONFIG_FILE).is_file():
-        return _load_exported(source, dtype=dtype, device=torch.device(device), tokenizer=tokenizer)
+        return _load_exported(source, dtype=dtype, device=device, tokenizer=tokenizer)
     weights = open_weights(source)
     config = weights.config
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
@@ -112,7 +115,7 @@ def load_model(
         config.model,
         config.feedback.fusion,
         read=partial(_read_checkpoint, weights, config),
-        dtype=_dtype(dtype, torch.device(device), PRECISION_DTYPES[config.parallel.precision]),
+        dtype=_dtype(dtype, device, PRECISION_DTYPES[config.parallel.precision]),
         device=device,
     )
     return LoadedModel(model, found, weights.path, config)

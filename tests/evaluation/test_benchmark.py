@@ -289,6 +289,7 @@ def test_the_digest_is_that_of_the_weights(trained: Trained, tmp_path: Path) -> 
         (["--problems", "missing.jsonl"], 2, "missing.jsonl: cannot be read"),
         (["--modes", "sof"], 2, "DecodeError: mode=sof: must be one of"),
         (["--modes", "soft", "--prefill-passes", "2"], 2, "--prefill-passes=2: goes with mode fused"),
+        (["--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
         (["--temperature", "-1"], 2, "DecodeError: temperature=-1.0"),
     ],
 )

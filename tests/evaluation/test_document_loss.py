@@ -172,6 +172,8 @@ def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None
         (["{exported}", "--rows"], 3, "--rows: "),
         (["{run}", "--data", "missing"], 3, "DataError: --data=missing"),
         (["missing"], 4, "CheckpointError"),
+        (["{run}", "--device", "foo"], 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        (["{run}", "--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
     ],
 )
 def test_the_tool_refuses_in_one_line(

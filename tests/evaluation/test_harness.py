@@ -98,9 +98,14 @@ class Reference:
 
 @pytest.fixture(autouse=True, scope="module")
 def scanned_once() -> Iterator[None]:
-    """The harness reads its own thousands of task files at every start; here once."""
-    from lm_eval.tasks.manager import TaskIndex
+    """The harness reads its own thousands of task files at every start; here once.
 
+    It also logs to what is standard error when it first starts, for which no test's own will do: that is closed.
+    """
+    from lm_eval.tasks.manager import TaskIndex
+    from lm_eval.utils import setup_logging
+
+    setup_logging()
     build, known = TaskIndex.build, {}
 
     def remembered(paths: list[Path]) -> dict[str, Any]:
@@ -259,6 +264,16 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
         ("pretrained={run},mdoe=soft", 2, "--model_args: mdoe: not known to the model class `fbt`, which takes"),
         ("mode=soft", 2, "name the model with pretrained=PATH"),
         ("pretrained={run},batch_size=0", 2, "batch_size=0: must be a number of at least 1"),
+        ("pretrained={run},dtype=auto", 2, "DecodeError: dtype=auto: must be one of float32, bfloat16."),
+        ("pretrained={run},dtype=float16", 2, "DecodeError: dtype=float16: must be one of float32, bfloat16."),
+        ("pretrained={run},device=foo", 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        ("pretrained={run},device=cuda:99", 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
+        ("pretrained={run},device=0", 2, "DecodeError: --device 0: PyTorch cannot compute there"),
+        ("pretrained={run},mode=fused,prefill_passes=two", 2, "prefill_passes=two: must be a number of at least 1"),
+        ("pretrained={run},prefill_passes=true", 2, "prefill_passes=True: must be a number of at least 1"),
+        ("pretrained={run},seed=x", 2, "seed=x: must be a number, without a fraction"),
+        ("pretrained={run},seed=1.5", 2, "seed=1.5: must be a number, without a fraction"),
+        ("pretrained={run},max_gen_toks=none", 2, "max_gen_toks=none: must be a number of at least 1"),
     ],
 )
 def test_mistakes_end_in_one_line(
