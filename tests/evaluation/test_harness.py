@@ -291,7 +291,33 @@ def test_another_harness_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(harness, "VERSION", "0.0.1")
     assert harness.main(["--help"]) == 2
     assert "the model class `fbt` is written for 0.0.1" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, "TopologyError: The environment has WORLD_SIZE but not RANK"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "EvaluationError: torchrun started 2 processes: every process would compute the same",
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0",
+             "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n1"},
+            "EvaluationError: srun started 8 processes: every process would compute the same",
+        ),
+    ],
+    ids=["half of torchrun", "torchrun", "srun"],
+)  # fmt: skip
+def test_several_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
     assert harness.main(["--help"]) == 2
-    assert "WORLD_SIZE=2: every process would compute the same" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1
