@@ -310,6 +310,10 @@ def test_the_tool_refuses_in_one_line(
     [
         (["model"], "give MODEL, --format, --problems and --out, or --report FOLDER"),
         (["--report", "a", "--out", "b"], "--report takes nothing but --json"),
+        (["--report", "a", "model"], "--report takes nothing but --json: leave MODEL out"),
+        (["--report", "a", "--modes", "soft", "--limit", "5"], "but --json: leave --limit, --modes out"),
+        (["--report", "a", "--json", "--cpu-seconds", "5"], "but --json: leave --cpu-seconds out"),
+        (["--report", "a", "--shots", "b", "--num-shots", "0"], "but --json: leave --shots, --num-shots out"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--samples", "2"], "set --temperature"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--shots", "s"], "--shots needs --num-shots"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--limit", "0"], "--limit must be at least 1"),
