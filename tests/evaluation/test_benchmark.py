@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import resource
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,6 +185,55 @@ def test_folders_keep_to_their_settings(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EvaluationError, match="results cannot be written there"):
         ResultsFolder(tmp_path / "file" / "out").claim({})
+
+
+def test_other_problems_are_told_by_the_first(tmp_path: Path) -> None:
+    """The names of thousands of problems fit in no message."""
+    folder = ResultsFolder(tmp_path / "out")
+    names = [str(number) for number in range(1, 1001)]
+    folder.claim({"problems": names, "modes": ["soft"]})
+    for problems, expected in (
+        (names[:10], "problems had 1,000 entries, has 10; number 11 was '11', is none. Name"),
+        ([*names, "x"], "problems had 1,000 entries, has 1,001; number 1,001 was none, is 'x'. Name"),
+        (["a", *names[1:]], "problems had 1,000 entries, has 1,000; number 1 was '1', is 'a'. Name"),
+    ):
+        with pytest.raises(EvaluationError, match=rf"other settings: {expected}"):
+            folder.claim({"problems": problems, "modes": ["soft"]})
+
+
+def test_a_disk_that_fails_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ResultsFolder(tmp_path / "out")
+    folder.claim({})
+
+    def without_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", without_locks)
+        with pytest.raises(EvaluationError, match=r"part_00000\.jsonl: cannot be locked .*No locks available.*flock"):
+            folder.writer(0)
+    given = Answer("soft", "1", 0, "text", 1, "eos", True, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = len(json.dumps(asdict(given))) + 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        told = pytest.raises(EvaluationError, match=r"answers cannot be written .*File too large.*it goes on")
+        with told, folder.writer(0) as writer:
+            writer.write([given])
+            writer.write([replace(given, sample=1)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with folder.writer(0) as writer:  # what is cut off is written anew
+        writer.write([replace(given, sample=2)])
+    assert [found.sample for found in folder.answers().values()] == [0, 2]
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with folder.writer(0) as writer, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(EvaluationError, match=r"answers cannot be written .*No space left"):
+            writer.write([given])
 
 
 @pytest.fixture(scope="module")
