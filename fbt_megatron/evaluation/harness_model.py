@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _ARGUMENTS = "pretrained, mode, prefill_passes, batch_size, max_gen_toks, seed, tokenizer, dtype, device"
 _OTHER_KEYS = ("until", "max_gen_toks", "do_sample")
+_LENGTH_NAMES = ("max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Other names of `max_gen_toks`, which the harness turns into that one."""
 
 Item = TypeVar("Item")
 
@@ -227,7 +229,7 @@ class FBTHarnessModel(TemplateLM):
         return texts
 
     def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
-        unknown = sorted(set(settings) - {*_SAMPLING_KEYS, *_OTHER_KEYS, "max_new_tokens", "max_tokens"})
+        unknown = sorted(set(settings) - {*_SAMPLING_KEYS, *_OTHER_KEYS, *_LENGTH_NAMES})
         if unknown:
             raise EvaluationError(
                 f"generation_kwargs: {', '.join(unknown)}: not known to the model class `fbt`, which takes "

@@ -249,6 +249,9 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
     ]:
         with pytest.raises(EvaluationError, match=expected):
             model.generate_until([request("a", **settings)])
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        with pytest.raises(EvaluationError, match="max_gen_toks=18: the model"):
+            model.generate_until([request("a", **{name: 18})])
     with pytest.raises(EvaluationError, match="a continuation has 17 tokens"):
         model.loglikelihood([SimpleNamespace(args=("a", "b" * 17))])
     with pytest.raises(EvaluationError, match="batch_size=auto: must be a number"):
