@@ -4,6 +4,7 @@ Examples:
   python tools/evaluate.py runs/quickstart
   python tools/evaluate.py exported --data shards/validation --passes 4 --json
   python tools/evaluate.py runs/fbt_1b/checkpoints/step_00050000 --limit 500 --skip-soft --batch-size 32
+  torchrun --nproc-per-node=8 tools/evaluate.py runs/fbt_1b --data shards/validation
   python tools/evaluate.py runs/quickstart --rows     # the rows of the run's own validation
 """
 
@@ -12,20 +13,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from fbt_megatron.data.dataset import DocumentDataset, open_dataset
+from fbt_megatron.data.format import DATASET_FILE
 from fbt_megatron.data.loader import build_validation_loader
-from fbt_megatron.errors import DataError, DecodeError, FBTError
+from fbt_megatron.errors import DataError, DecodeError, FBTError, report
 from fbt_megatron.evaluation.document_loss import (
     DocumentLosses,
     ModeLoss,
@@ -34,27 +39,33 @@ from fbt_megatron.evaluation.document_loss import (
     document_pieces,
     row_pieces,
 )
+from fbt_megatron.hf.tokenizer_files import makes_ids_of
 from fbt_megatron.inference.decoder import FUSED_PASSES
 from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.parallel.collectives import agree_on_errors
+from fbt_megatron.parallel.launcher import ALONE, Launch, find_launch
+
+T = TypeVar("T")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
     arguments = _parse_arguments(argv)
+    launch = ALONE
     try:
-        loaded = load_model(
-            arguments.model,
-            dtype=arguments.dtype,
-            device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            tokenizer=arguments.tokenizer,
-            log=partial(print, file=sys.stderr),
-        )
-        losses, data = evaluate(loaded, arguments)
+        launch = find_launch(os.environ)
+        with _process_group(launch):
+            loaded = _together(launch, lambda: _load(arguments, launch))
+            losses, data = evaluate(loaded, arguments, launch)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if launch.world_size == 1:
+            return report(error)
+        launch.report(error)
         return error.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    if launch.rank > 0:
+        return 0
     if arguments.json:
         print(json.dumps(_as_json(losses, loaded, data)))
     else:
@@ -62,12 +73,47 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def evaluate(loaded: LoadedModel, arguments: argparse.Namespace) -> tuple[DocumentLosses, str]:
-    """The losses, and the name of the data that they are of; raises FBTError."""
+@contextmanager
+def _process_group(launch: Launch) -> Iterator[None]:
+    """torch.distributed while several processes share the work; raises FBTError where they do not meet."""
+    if launch.world_size == 1:
+        yield
+        return
+    with warnings.catch_warnings(action="ignore"):  # megatron-core takes a while to import, and warns
+        from fbt_megatron.parallel.topology import init_distributed, shutdown_distributed
+    init_distributed(launch)
+    try:
+        yield
+    except FBTError:  # on all of them: another error leaves the rest where they would not hear of the end
+        shutdown_distributed()
+        raise
+    shutdown_distributed()
+
+
+def _together(launch: Launch, action: Callable[[], T]) -> T:
+    """Run `action` in every process; an FBTError of one is raised in all, which would wait for it otherwise."""
+    return action() if launch.world_size == 1 else agree_on_errors(action)
+
+
+def _load(arguments: argparse.Namespace, launch: Launch) -> LoadedModel:
+    return load_model(
+        arguments.model,
+        dtype=arguments.dtype,
+        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        tokenizer=arguments.tokenizer,
+        log=partial(print, file=sys.stderr) if launch.rank == 0 else lambda line: None,
+    )
+
+
+def evaluate(loaded: LoadedModel, arguments: argparse.Namespace, launch: Launch = ALONE) -> tuple[DocumentLosses, str]:
+    """The losses, and the name of the data that they are of, alike in each process; raises FBTError."""
     has_feedback = loaded.model.fusion != "none"
     passes = arguments.passes or (FUSED_PASSES if has_feedback else 1)
-    pieces, total, token_bytes, data = _rows(loaded) if arguments.rows else _documents(loaded, arguments)
-    with tqdm(total=total, unit="tok", unit_scale=True, disable=None, file=sys.stderr) as bar:
+    pieces, total, token_bytes, data = _together(
+        launch, lambda: _rows(loaded) if arguments.rows else _documents(loaded, arguments)
+    )
+    share = None if total is None else total // launch.world_size
+    with tqdm(total=share, unit="tok", unit_scale=True, disable=launch.rank > 0 or None, file=sys.stderr) as bar:
         losses = document_losses(
             loaded.model,
             pieces,
@@ -75,6 +121,8 @@ def evaluate(loaded: LoadedModel, arguments: argparse.Namespace) -> tuple[Docume
             soft=has_feedback and not arguments.skip_soft,
             token_bytes=token_bytes,
             batch_size=arguments.batch_size,
+            process=launch.rank,
+            num_processes=launch.world_size,
             progress=bar.update,
         )
     return losses, data
@@ -94,9 +142,24 @@ def _documents(
         vocab_size=loaded.model.config.vocab_size,
         key="--data" if arguments.data else "data.validation",
     )
+    _check_tokenizer(loaded, dataset, "--data" if arguments.data else "data.validation", spec)
     pieces = document_pieces(dataset, seq_length=loaded.model.config.seq_length, limit=arguments.limit)
     total = None if arguments.limit else dataset.num_tokens
     return pieces, total, _bytes_of(dataset), spec if isinstance(spec, str) else ", ".join(spec)
+
+
+def _check_tokenizer(loaded: LoadedModel, dataset: DocumentDataset, key: str, spec: str | Sequence[str]) -> None:
+    """Raises DataError for ids of another tokenizer: they stand for other texts, and losses of them for nothing."""
+    if makes_ids_of(loaded.tokenizer.tokenizer, dataset):
+        return
+    described = dataset.described
+    made = "--text-tokenizer" if described is None else described.info.tokenizer.file or "raw bytes"
+    where = "" if described is None else f" ({DATASET_FILE} in {described.folder})"
+    raise DataError(
+        f"{key}={spec}: its ids are those of another tokenizer, {made}{where}, than the model's, "
+        f"{loaded.tokenizer.folder or 'raw bytes'}. Name data of the model's tokenizer, or with --tokenizer the one "
+        "that the model was trained with."
+    )
 
 
 def _rows(loaded: LoadedModel) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fbt_megatron.errors import EvaluationError, FBTError
+from fbt_megatron.errors import EvaluationError, FBTError, report
 from fbt_megatron.evaluation.answers import check_math_verify
 from fbt_megatron.evaluation.benchmark import Asking, answer_problems, mode_name
 from fbt_megatron.evaluation.code_runner import Limits, check_isolation
@@ -51,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launch = find_launch(os.environ)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     try:
         folder = ResultsFolder(arguments.report or arguments.out)
         if not arguments.report:
@@ -124,6 +123,10 @@ def _settings(
     """All that the answers depend on. Batch size and number of processes are not among it."""
     return {
         "model": str(loaded.path.resolve()),
+        "weights_sha256": loaded.digest(),
+        "tokenizer": loaded.tokenizer.tokenizer.fingerprint,
+        "add_bos": loaded.tokenizer.add_bos,
+        "eos_ids": sorted(loaded.eos_ids),
         "dtype": str(loaded.model.dtype),
         "format": arguments.format,
         "problems": [problem.key for problem in problems],
@@ -156,20 +159,20 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
 def _report(folder: ResultsFolder) -> tuple[BenchmarkReport, Mapping[str, Any]]:
     settings = folder.settings
-    report = make_report(
+    found = make_report(
         folder.answers(),
         problems=settings["problems"],
         modes=settings["modes"],
         num_samples=settings["num_samples"],
     )
-    return report, settings
+    return found, settings
 
 
 def _show(found: tuple[BenchmarkReport, Mapping[str, Any]], folder: ResultsFolder, *, as_json: bool) -> None:
     """Print the report, and keep it beside the answers."""
-    report, settings = found
+    figures, settings = found
     about = {key: value for key, value in settings.items() if key != "problems"}
-    text = json.dumps({"settings": about, **asdict(report)})
+    text = json.dumps({"settings": about, **asdict(figures)})
     try:
         write_durably(folder.path / RESULTS_FILE, text + "\n")
     except OSError as error:
@@ -183,7 +186,7 @@ def _show(found: tuple[BenchmarkReport, Mapping[str, Any]], folder: ResultsFolde
         f"{settings['format']}, {settings['model']}: {settings['num_shots']} examples, {settings['num_samples']} "
         f"samples, {drawn}"
     )
-    print("\n".join(table(report)))
+    print("\n".join(table(figures)))
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -204,8 +207,11 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     needed = [arguments.model, arguments.format, arguments.problems, arguments.out]
     if arguments.report is None and not all(needed):
         parser.error("give MODEL, --format, --problems and --out, or --report FOLDER")
-    if arguments.report is not None and any(needed):
-        parser.error("--report takes nothing but --json")
+    if arguments.report is not None:
+        given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+        others = [_option(name) for name in given if name not in ("report", "json")]
+        if others:
+            parser.error(f"--report takes nothing but --json: leave {', '.join(others)} out")
     if arguments.shots is None and arguments.num_shots is not None:
         parser.error("--num-shots needs a file of solved problems (--shots)")
     if arguments.shots is not None and arguments.num_shots is None:
@@ -214,10 +220,15 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
                  "memory_mib", "programs_at_once"):  # fmt: skip
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+            parser.error(f"{_option(name)} must be at least 1")
     if arguments.samples > 1 and not arguments.temperature:
         parser.error("--samples: at temperature 0 all samples would be the same; set --temperature")
     return arguments
+
+
+def _option(name: str) -> str:
+    """An argument as it is written in a command."""
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
 
 def _add_problems(group: Any) -> None:
@@ -237,7 +248,7 @@ def _add_answers(group: Any) -> None:
     add("--samples", type=int, default=1, metavar="N", help="answers to each problem (%(default)s)")
     add("--temperature", type=float, default=0.0, help="0: always the most likely token (%(default)s)")
     add("--top-p", type=float, default=1.0, help="draw from the fewest that reach this probability")
-    add("--seed", type=int, default=0, help="of the first answer's draws; the next one has the next number")
+    add("--seed", type=int, default=0, help="other draws for each (%(default)s)")
     add("--max-tokens", type=int, metavar="N", help="longest answer (256 for gsm8k, else 512)")
 
 

@@ -34,6 +34,10 @@ class DocumentDataset:
     """[vocabulary] bytes of text per token id, where the tokenizer is known."""
     encoding: str = ""
     """SHA-256 (hex) of what turns text into ids, where that is no part of the shards."""
+    described: Described | None = None
+    """Its `dataset.json`, where there is one."""
+    tokenizer: Tokenizer | None = None
+    """`data.tokenizer`, where there is no `dataset.json` that tells of another."""
 
     @property
     def num_documents(self) -> int:
@@ -89,6 +93,7 @@ def open_dataset(
             reader=DocumentReader(PlainSamples(text_tokenizer, vocab_size), on_error=on_error),
             pad_id=text_tokenizer.eos_id if text_tokenizer else 0,
             token_bytes=text_tokenizer.token_bytes().astype(np.int64) if text_tokenizer else None,
+            tokenizer=text_tokenizer,
         )
     if described.info.vocab_size != vocab_size:
         raise DataError(
@@ -101,6 +106,7 @@ def open_dataset(
         reader=DocumentReader(StoredTokens(described.info), on_error=on_error),
         pad_id=described.info.eos_id,
         token_bytes=_read_token_bytes(described),
+        described=described,
     )
 
 

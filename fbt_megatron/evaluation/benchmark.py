@@ -15,6 +15,7 @@ from fbt_megatron.evaluation.results import Answer, AnswerKey, ResultsFolder
 from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
+from fbt_megatron.model.seeding import derive_seed
 
 TOO_LONG = "too_long"
 
@@ -28,7 +29,7 @@ class Asking:
     num_samples: int
     max_tokens: int
     sampling: Sampling
-    """Its seed is that of the first sample of the first problem."""
+    """Its seed is what `draw_seed` makes those of the samples of."""
     eos_ids: frozenset[int]
     batch_size: int
     limits: Limits
@@ -50,6 +51,14 @@ class _Task:
 def mode_name(mode: DecodeMode) -> str:
     """The mode as results name it."""
     return f"{mode.name}-{mode.prefill_passes}" if mode.prefill_passes > 1 else mode.name
+
+
+def draw_seed(seed: int, key: str, sample: int) -> int:
+    """Seed of the draws of a sample of the problem `key`: other draws for each seed, problem and sample.
+
+    Sums of them would give two seeds the same draws with other numbers.
+    """
+    return derive_seed("draws", seed, key, sample)
 
 
 def expected_keys(problems: Sequence[str], modes: Sequence[str], num_samples: int) -> set[AnswerKey]:
@@ -106,7 +115,7 @@ def _request(task: _Task, asking: Asking) -> Request:
     return Request(
         task.ids,
         asking.max_tokens,
-        replace(asking.sampling, seed=asking.sampling.seed + task.number),
+        replace(asking.sampling, seed=draw_seed(asking.sampling.seed, task.problem.key, task.sample)),
         eos_ids=asking.eos_ids,
         stop=task.problem.stop,
     )

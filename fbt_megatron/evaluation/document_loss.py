@@ -8,7 +8,7 @@ with N passes; in mode soft every token but the first is fused with the state be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +24,7 @@ from fbt_megatron.evaluation.statistics import ratio_error
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.model import DecoderModel
 from fbt_megatron.inference.scoring import Pair, score, score_each_pass
+from fbt_megatron.parallel.collectives import agree_on_errors, gather_objects
 
 _SORTED_BATCHES = 16
 """Batches whose pieces are sorted by length together, so that little is computed on padding."""
@@ -103,21 +104,44 @@ def document_losses(
     soft: bool,
     token_bytes: Tensor | None,
     batch_size: int,
+    process: int = 0,
+    num_processes: int = 1,
     progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> DocumentLosses:
     """Losses after passes 1 to `num_passes`, and with `soft` in that mode, `batch_size` pieces at a time.
 
     `token_bytes` [V] are the bytes that each id stands for; `progress` is told how many tokens have been predicted
-    since it was last called. Raises DecodeError where the model has no feedback and it is needed, DataError where there
-    is nothing to predict.
+    since it was last called. Of several processes, which torch.distributed must know, each computes a share of the
+    batches of the same pieces; all get the same result, which is that of a single one to the last bit. Raises
+    DecodeError where the model has no feedback and it is needed, DataError where there is nothing to predict; what one
+    process raises, all do.
     """
     fused = Decoder(model, _mode_of_pass(num_passes))
     modes = [_mode_of_pass(number) for number in range(1, num_passes + 1)]
     decoder = Decoder(model, DecodeMode.of("soft")) if soft else None
     if decoder is not None:
         modes.append(decoder.mode)
-    sums = _Sums(num_passes)
-    for batch in _batches(pieces, batch_size):
+    batches = _share(_batches(pieces, batch_size), process, num_processes)
+
+    def compute() -> dict[int, _Sums]:
+        return dict(_sums_of_batches(batches, fused, decoder, num_passes, token_bytes, progress))
+
+    found = [compute()] if num_processes == 1 else gather_objects(agree_on_errors(compute))
+    sums = _Sums.joined({number: one for share in found for number, one in share.items()}, num_passes)
+    return sums.result(modes, knows_bytes=token_bytes is not None)
+
+
+def _sums_of_batches(
+    batches: Iterable[tuple[int, list[Piece]]],
+    fused: Decoder,
+    decoder: Decoder | None,
+    num_passes: int,
+    token_bytes: Tensor | None,
+    progress: Callable[[int], object],
+) -> Iterator[tuple[int, _Sums]]:
+    """Number and sums of each batch; `decoder` is that of mode soft."""
+    for batch_number, batch in batches:
+        sums = _Sums(num_passes)
         pairs: list[Pair] = [(piece.tokens[:1], piece.tokens[1:]) for piece in batch]
         columns = []
         for number, after in enumerate(score_each_pass(fused, pairs)):
@@ -127,7 +151,7 @@ def document_losses(
             columns.append([one.total for one in score(decoder, pairs)])
         sums.add(batch, columns, token_bytes)
         progress(sum(len(continuation) for _, continuation in pairs))
-    return sums.result(modes, knows_bytes=token_bytes is not None)
+        yield batch_number, sums
 
 
 class _Sums:
@@ -139,6 +163,18 @@ class _Sums:
         self._sizes: list[NDArray[np.float64]] = []
         self._nats: list[NDArray[np.float64]] = []
         self._num_bytes = 0
+
+    @classmethod
+    def joined(cls, batches: Mapping[int, _Sums], num_passes: int) -> _Sums:
+        """Those of all batches, added in the order of their numbers: whoever has computed them, the same sums."""
+        whole = cls(num_passes)
+        for _, one in sorted(batches.items()):
+            whole.deltas += one.deltas
+            whole._documents += one._documents
+            whole._sizes += one._sizes
+            whole._nats += one._nats
+            whole._num_bytes += one._num_bytes
+        return whole
 
     def add(self, batch: Sequence[Piece], columns: list[list[float]], token_bytes: Tensor | None) -> None:
         """Count pieces with their log-likelihoods, a column for each mode."""
@@ -186,6 +222,16 @@ def _documents_of(tokens: list[int], labels: list[int], documents: list[int]) ->
         if labels[start] != IGNORE_INDEX:
             yield (*tokens[start:end], *after)
         start = end
+
+
+def _share(batches: Iterable[list[Piece]], process: int, num_processes: int) -> Iterator[tuple[int, list[Piece]]]:
+    """Number and pieces of the batches of one process: every `num_processes`-th.
+
+    From window to window another process begins, because the batches that are sorted together grow in length.
+    """
+    for number, batch in enumerate(batches):
+        if (number + number // _SORTED_BATCHES) % num_processes == process:
+            yield number, batch
 
 
 def _batches(pieces: Iterable[Piece], batch_size: int) -> Iterator[list[Piece]]:

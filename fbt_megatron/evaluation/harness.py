@@ -11,7 +11,8 @@ import importlib.metadata
 import os
 import sys
 
-from fbt_megatron.errors import EvaluationError, FBTError
+from fbt_megatron.errors import EvaluationError, FBTError, report
+from fbt_megatron.parallel.launcher import find_launch
 
 VERSION = "0.4.13"
 """Of lm_eval: later ones may ask something else of a model class."""
@@ -23,8 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_surroundings()
         _run(sys.argv[1:] if argv is None else argv)
     except FBTError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_status
+        return report(error)
     return 0
 
 
@@ -51,11 +51,11 @@ def _check_surroundings() -> None:
             f"lm_eval: {found} is installed, but the model class `fbt` is written for {VERSION}. "
             "Install it with `pip install -r requirements-eval.txt`."
         )
-    num_processes = os.environ.get("WORLD_SIZE", "1")
-    if num_processes != "1":
+    launch = find_launch(os.environ)
+    if launch.world_size > 1:
         raise EvaluationError(
-            f"WORLD_SIZE={num_processes}: every process would compute the same, because the model class runs in one. "
-            "Start the harness without torchrun, and give each GPU tasks of its own (device=cuda:1)."
+            f"{launch.launcher} started {launch.world_size} processes: every process would compute the same, because "
+            "the model class runs in one. Start the harness alone, and give each GPU tasks of its own (device=cuda:1)."
         )
 
 

@@ -7,6 +7,7 @@ the front of the context is left out. An empty context is the token that starts 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
 from fbt_megatron.errors import EvaluationError
+from fbt_megatron.evaluation.benchmark import draw_seed
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _ARGUMENTS = "pretrained, mode, prefill_passes, batch_size, max_gen_toks, seed, tokenizer, dtype, device"
 _OTHER_KEYS = ("until", "max_gen_toks", "do_sample")
+_LENGTH_NAMES = ("max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Other names of `max_gen_toks`, which the harness turns into that one."""
 
 Item = TypeVar("Item")
 
@@ -55,8 +59,8 @@ class FBTHarnessModel(TemplateLM):
     ) -> None:
         """Load the model; the arguments are those of `--model_args`, and of the harness's `--batch_size`, `--device`.
 
-        `pretrained` is a run directory, a checkpoint or an exported folder. `seed` is that of the first request's
-        draws; the next one has the next number. Raises FBTError.
+        `pretrained` is a run directory, a checkpoint or an exported folder. `seed` gives each request other
+        draws, also where one text is asked for again. Raises FBTError.
         """
         super().__init__()
         del max_batch_size  # of automatic batch sizes only
@@ -66,9 +70,11 @@ class FBTHarnessModel(TemplateLM):
             )
         if not pretrained:
             raise EvaluationError("--model_args: name the model with pretrained=PATH.")
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise EvaluationError(f"batch_size={batch_size}: must be a number of at least 1, the requests of a batch.")
-        self.batch_size = int(batch_size)
+        self.batch_size = _number("batch_size", batch_size, least=1)
+        self._max_gen_toks = _number("max_gen_toks", max_gen_toks, least=1)
+        self._seed = _number("seed", seed)
+        passes = None if prefill_passes is None else _number("prefill_passes", prefill_passes, least=1)
+        decode_mode = DecodeMode.of(mode, prefill_passes=passes)
         self._loaded = load_model(
             Path(str(pretrained)),
             dtype=dtype,
@@ -76,11 +82,9 @@ class FBTHarnessModel(TemplateLM):
             tokenizer=tokenizer,
             log=logger.warning,
         )
-        self._decoder = Decoder(self._loaded.model, DecodeMode.of(mode, prefill_passes=prefill_passes))
+        self._decoder = Decoder(self._loaded.model, decode_mode)
         self._generator = Generator(self._decoder, tokenizer=self._loaded, num_ids=self._loaded.num_ids)
         self._device = self._loaded.model.device
-        self._max_gen_toks = max_gen_toks
-        self._seed = seed
         self._uses_chat_template = False
         self._has_warned = False
 
@@ -210,7 +214,12 @@ class FBTHarnessModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations, each up to its stop strings."""
-        prepared = [self._request(*request.args, seed=self._seed + n) for n, request in enumerate(requests)]
+        asked: Counter[str] = Counter()
+        prepared = []
+        for request in requests:
+            context, settings = request.args
+            prepared.append(self._request(context, settings, seed=draw_seed(self._seed, context, asked[context])))
+            asked[context] += 1
         texts = [""] * len(requests)
         for numbers in self._batches([len(one.prompt) for one in prepared], "generate_until", disable_tqdm):
             batch = [prepared[number] for number in numbers]
@@ -220,7 +229,7 @@ class FBTHarnessModel(TemplateLM):
         return texts
 
     def _request(self, context: str, settings: dict[str, Any], *, seed: int) -> Request:
-        unknown = sorted(set(settings) - {*_SAMPLING_KEYS, *_OTHER_KEYS, "max_new_tokens", "max_tokens"})
+        unknown = sorted(set(settings) - {*_SAMPLING_KEYS, *_OTHER_KEYS, *_LENGTH_NAMES})
         if unknown:
             raise EvaluationError(
                 f"generation_kwargs: {', '.join(unknown)}: not known to the model class `fbt`, which takes "
@@ -280,10 +289,19 @@ def register() -> None:
 
 
 def _device(named: str | None) -> str:
-    """The harness names a GPU where its user has named nothing, so a machine without one is not a mistake."""
-    if named is not None and not (named.startswith("cuda") and not torch.cuda.is_available()):
-        return named
+    """The harness names the first GPU where its user has named nothing: a machine without one is not a mistake."""
+    if named is not None and (named != "cuda:0" or torch.cuda.is_available()):
+        return str(named)
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _number(key: str, value: object, *, least: int | None = None) -> int:
+    """A model argument, which comes as the harness reads it: as a number, a text or anything else."""
+    text = str(value)
+    if not text.removeprefix("-").isdecimal() or (least is not None and int(text) < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise EvaluationError(f"{key}={value}: must be a number{at_least}, without a fraction.")
+    return int(text)
 
 
 def _chunks(items: Sequence[Item], size: int) -> Iterable[list[Item]]:

@@ -9,11 +9,14 @@ with another number of processes. An answer counts once.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +24,10 @@ from fbt_megatron.errors import EvaluationError
 
 SETTINGS_FILE = "settings.json"
 _PARTS = "part_*.jsonl"
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+"""What flock says of a file that another process has locked."""
+_SHOWN_ENTRIES = 8
+"""Of a list in a message."""
 
 
 class AnswerKey(NamedTuple):
@@ -88,7 +95,7 @@ class ResultsFolder:
         found = self.settings
         other = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))
         if other:
-            changes = "; ".join(f"{key} was {found.get(key)!r}, is {settings.get(key)!r}" for key in other)
+            changes = "; ".join(_change(key, found.get(key), settings.get(key)) for key in other)
             raise EvaluationError(f"{self.path}: holds results with other settings: {changes}. Name another folder.")
 
     def answers(self) -> dict[AnswerKey, Answer]:
@@ -115,29 +122,56 @@ class AnswerWriter:
             raise EvaluationError(f"{path}: cannot be written ({error}).") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._drop_torn_line()
+        except OSError as error:
             self._file.close()
-            raise EvaluationError(f"{path}: another process writes it. Wait for it or name another folder.") from None
-        self._drop_torn_line()
+            if error.errno in _LOCKED:
+                raise EvaluationError(
+                    f"{path}: another process writes it. Wait for it or name another folder."
+                ) from None
+            raise EvaluationError(
+                f"{path}: cannot be locked and read ({error}). Name a folder of a file system with locks (flock)."
+            ) from None
 
     def __enter__(self) -> AnswerWriter:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        with contextlib.suppress(OSError) if kind else self._told():  # what could not be written has been told
+            self._file.close()
 
     def write(self, answers: Sequence[Answer]) -> None:
-        """Add answers; they are on the disk when this returns."""
+        """Add answers; they are on the disk when this returns. Raises EvaluationError where they cannot be."""
         lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
-        self._file.write(lines.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._told():
+            self._file.write(lines.encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise EvaluationError(
+                f"{self._file.name}: answers cannot be written ({error}). Make room or mend that, and start the same "
+                "command again: it goes on."
+            ) from None
 
     def _drop_torn_line(self) -> None:
         """What follows the last line feed was cut off when a process ended while writing."""
         self._file.seek(0)
         content = self._file.read()
         self._file.truncate(content.rfind(b"\n") + 1)
+
+
+def _change(key: str, was: Any, now: Any) -> str:
+    """What is different; of long lists only where they begin to be."""
+    if not (isinstance(was, list) and isinstance(now, list) and max(len(was), len(now)) > _SHOWN_ENTRIES):
+        return f"{key} was {was!r}, is {now!r}"
+    number = next(number for number, (one, other) in enumerate(zip_longest(was, now)) if one != other)
+    entries = (repr(one[number]) if number < len(one) else "none" for one in (was, now))
+    return f"{key} had {len(was):,} entries, has {len(now):,}; number {number + 1:,} was {', is '.join(entries)}"
 
 
 def _complete_lines(path: Path) -> Iterator[bytes]:

@@ -136,7 +136,7 @@ def open_tensors(folder: Path) -> Iterator[StoredTensors]:
     """
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in _file_names(folder):
+        for path in tensor_files(folder):
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -148,7 +148,8 @@ def open_tensors(folder: Path) -> Iterator[StoredTensors]:
         yield StoredTensors(files)
 
 
-def _file_names(folder: Path) -> list[Path]:
+def tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; raises CheckpointError where it has none, or a damaged index."""
     index = folder / INDEX_FILE
     if index.exists():
         try:

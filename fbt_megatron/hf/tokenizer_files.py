@@ -13,7 +13,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fbt_megatron.config.schema import DataConfig
 from fbt_megatron.data import storage
+from fbt_megatron.data.dataset import DocumentDataset
 from fbt_megatron.data.format import DATASET_FILE, DatasetInfo, dataset_from_json
+from fbt_megatron.data.shards import Described
 from fbt_megatron.data.tokenizer import (
     TOKENIZER_FILE,
     HuggingFaceTokenizer,
@@ -32,6 +34,8 @@ NO_TOKENIZER = "none"
 BYTE_EOS_TOKEN = "<|endoftext|>"
 
 _PROBE = "a 1"
+_NO_IDS_KEYS = ("truncation", "padding", "post_processor")
+"""Of a tokenizer's definition: what documents are not subject to, and an export may change."""
 _KEPT_KEYS = ("chat_template", "pad_token", "unk_token")
 
 
@@ -118,6 +122,45 @@ def _spec_of(folder: str, info: DatasetInfo) -> str | None:
     if load_tokenizer(str(path.parent)).fingerprint != info.tokenizer.fingerprint:
         raise DataError(f"{path}: is not the tokenizer that {folder} was built with. Name that one with --tokenizer.")
     return str(path.parent)
+
+
+def makes_ids_of(tokenizer: Tokenizer, dataset: DocumentDataset) -> bool:
+    """Whether a data set's ids are those of `tokenizer`, or of one that gives each text the same, such as its export.
+
+    True where nothing tells. Raises DataError where the tokenizer beside the data cannot be read.
+    """
+    described, own = dataset.described, dataset.tokenizer
+    if described is not None:
+        info = described.info
+        if info.tokenizer.fingerprint == tokenizer.fingerprint:
+            return True
+        definition, special = _stored_definition(described), (info.bos_id, info.eos_id)
+    elif own is not None:
+        definition, special = _definition(own), (own.bos_id, own.eos_id)
+    else:
+        return True
+    if definition is None or special != (tokenizer.bos_id, tokenizer.eos_id):
+        return False
+    return _what_makes_ids(definition) == _what_makes_ids(_definition(tokenizer))
+
+
+def _stored_definition(described: Described) -> str | None:
+    """Text of the tokenizer that a data set was built with; None where it is not beside the data."""
+    if described.info.tokenizer.file is None:
+        return _byte_definition()
+    found = storage.read_bytes_if_there(storage.join(described.folder, described.info.tokenizer.file))
+    return None if found is None else found.decode(errors="replace")
+
+
+def _definition(tokenizer: Tokenizer) -> str:
+    return tokenizer.definition if isinstance(tokenizer, HuggingFaceTokenizer) else _byte_definition()
+
+
+def _what_makes_ids(definition: str) -> dict[str, Any] | None:
+    try:
+        return {key: value for key, value in json.loads(definition).items() if key not in _NO_IDS_KEYS}
+    except (ValueError, AttributeError):
+        return None
 
 
 def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]:

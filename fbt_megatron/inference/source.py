@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fbt_megatron.checkpoint.manifest import Manifest, hash_file
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
 from fbt_megatron.errors import CheckpointError, DecodeError
@@ -16,7 +19,7 @@ from fbt_megatron.hf.export import note_untrained_feedback
 from fbt_megatron.hf.folder import CONFIG_FILE, read_config
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
-from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors
+from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors, tensor_files
 from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer
 from fbt_megatron.inference.model import DecoderModel, Targets
 from fbt_megatron.planner import logical_tensors
@@ -32,6 +35,21 @@ class LoadedModel:
     """The checkpoint or folder that was taken."""
     config: RunConfig | None = None
     """Of the run that wrote the checkpoint; None for an exported folder."""
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the files that the weights came from, which may be replaced under their names.
+
+        Those of a checkpoint are hashed in its manifest; an exported folder is read as a whole. Raises CheckpointError.
+        """
+        if self.config is not None:
+            hashes = {name: record.sha256 for name, record in Manifest.read(self.path).files.items()}
+        else:
+            try:
+                files = [self.path / CONFIG_FILE, *tensor_files(self.path)]
+                hashes = {path.name: hash_file(path).sha256 for path in files}
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read ({error}). Copy the model again.") from None
+        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -81,10 +99,13 @@ def load_model(
     the run or the folder), `tokenizer` as in `find_tokenizer`. `log` gets what to know beside.
 
     Raises CheckpointError where there is no model or it is damaged, ConfigError where it is no FBT, DataError for a
-    tokenizer that cannot be read.
+    tokenizer that cannot be read, DecodeError for another `dtype` or a device that PyTorch cannot compute on.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise DecodeError(f"dtype={dtype}: must be one of {', '.join(DTYPES)}.")
+    device = find_device(str(device))
     if (source / CONFIG_FILE).is_file():
-        return _load_exported(source, dtype=dtype, device=torch.device(device), tokenizer=tokenizer)
+        return _load_exported(source, dtype=dtype, device=device, tokenizer=tokenizer)
     weights = open_weights(source)
     config = weights.config
     beside = weights.path.parent.parent / TOKENIZER_FOLDER
@@ -94,7 +115,7 @@ def load_model(
         config.model,
         config.feedback.fusion,
         read=partial(_read_checkpoint, weights, config),
-        dtype=_dtype(dtype, torch.device(device), PRECISION_DTYPES[config.parallel.precision]),
+        dtype=_dtype(dtype, device, PRECISION_DTYPES[config.parallel.precision]),
         device=device,
     )
     return LoadedModel(model, found, weights.path, config)

@@ -34,18 +34,28 @@ def pack_ids(ids: Sequence[int], dtype: str) -> bytes:
 
 
 def write_dataset(
-    folder: Path, shards: Sequence[Documents], *, vocab_size: int = 257, eos_id: int = 256, stated_dtype: str = "uint16"
+    folder: Path,
+    shards: Sequence[Documents],
+    *,
+    vocab_size: int = 257,
+    eos_id: int = 256,
+    bos_id: int | None = None,
+    stated_dtype: str = "uint16",
+    tokenizer: TokenizerInfo | None = None,
 ) -> Path:
-    """Write a complete data set; document d of shard s has the key `s-d`, shards are `shard-00000.tar`, ..."""
+    """Write a complete data set: document d of shard s has the key `s-d`, shards are `shard-00000.tar`, ...
+
+    `tokenizer` is what made the ids (default: raw bytes, with a fingerprint that is made up).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     infos = [_write_shard(folder, number, documents, stated_dtype) for number, documents in enumerate(shards)]
     token_bytes = struct.pack(f"<{vocab_size}H", *([1] * (vocab_size - 1)), 0)
     (folder / "token_bytes.bin").write_bytes(token_bytes)
     info = DatasetInfo(
-        tokenizer=TokenizerInfo(kind="bytes", file=None, fingerprint="0" * 64),
+        tokenizer=tokenizer or TokenizerInfo(kind="bytes", file=None, fingerprint="0" * 64),
         dtype="uint16" if vocab_size <= 65536 else "uint32",
         vocab_size=vocab_size,
-        bos_id=None,
+        bos_id=bos_id,
         eos_id=eos_id,
         add_bos=False,
         num_documents=sum(shard.num_documents for shard in infos),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import resource
+import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fbt_megatron.checkpoint.manifest import FileRecord, Manifest
 from fbt_megatron.errors import EvaluationError
-from fbt_megatron.evaluation.benchmark import Asking, answer_problems, expected_keys
+from fbt_megatron.evaluation.benchmark import Asking, answer_problems, draw_seed, expected_keys
 from fbt_megatron.evaluation.code_runner import Limits
 from fbt_megatron.evaluation.problems import Problem, read_problems
 from fbt_megatron.evaluation.results import Answer, AnswerKey, ResultsFolder
@@ -39,8 +45,16 @@ ASKING = Asking(
 )
 
 
+FIRST_SEEDS = {draw_seed(100, key, 0) for key in [*map(str, range(1, 6)), "HumanEval/0"]}
+
+
+def is_first(request: Request) -> bool:
+    """Whether it is for the first sample of its problem."""
+    return request.sampling.seed in FIRST_SEEDS
+
+
 class Scripted:
-    """Stands for a model: problem n gets the answer n, which mode fused gives for even seeds alone."""
+    """Stands for a model: problem n gets the answer n, which mode fused gives to the first sample alone."""
 
     def __init__(self, mode: DecodeMode, seq_length: int = 100) -> None:
         self.decoder = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(seq_length=seq_length)))
@@ -54,7 +68,7 @@ class Scripted:
 
     def _text(self, request: Request) -> str:
         number = bytes(request.prompt).decode().split()[1]
-        return f"#### {number if self.mode.name == 'standard' or request.sampling.seed % 2 == 0 else 'x'}"
+        return f"#### {number if self.mode.name == 'standard' or is_first(request) else 'x'}"
 
 
 def numbered(path: Path, count: int = 5) -> list[Problem]:
@@ -102,6 +116,27 @@ def test_every_answer_once_in_any_number_of_processes(tmp_path: Path) -> None:
     assert [generator.batches for generator in finished.values()] == [[], []]
 
 
+def test_each_seed_draws_other_samples(tmp_path: Path) -> None:
+    """No sample of one seed is one of another, and neither --limit nor --samples changes any."""
+
+    class Recorder(Scripted):
+        def _text(self, request: Request) -> str:
+            return f"#### {request.sampling.seed}"
+
+    def drawn(name: str, problems: list[Problem], num_samples: int, seed: int) -> dict[AnswerKey, str]:
+        folder = ResultsFolder(tmp_path / name)
+        folder.claim({})
+        asking = replace(ASKING, num_samples=num_samples, sampling=Sampling(temperature=1.0, seed=seed))
+        answer(problems, folder, {MODES[0]: Recorder(MODES[0])}, asking=asking)
+        return {key: found.text for key, found in folder.answers().items()}
+
+    problems = numbered(tmp_path / "problems.jsonl")
+    first, second = (drawn(f"seed {seed}", problems, 4, seed) for seed in (0, 1))
+    assert len({*first.values(), *second.values()}) == 2 * 5 * 4
+    fewer = drawn("fewer", problems[:2], 3, 0)
+    assert fewer == {key: first[key] for key in fewer}
+
+
 def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
     problems, folder = numbered(tmp_path / "problems.jsonl", 3), ResultsFolder(tmp_path / "out")
     folder.claim({})
@@ -120,7 +155,7 @@ def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
 def test_programs_are_graded_by_their_tests(tmp_path: Path) -> None:
     class Programmer(Scripted):
         def _text(self, request: Request) -> str:
-            return "    return sum(numbers)\n" if request.sampling.seed % 2 == 0 else "    return 0\n"
+            return "    return sum(numbers)\n" if is_first(request) else "    return 0\n"
 
     problems = read_problems(written(tmp_path / "a.jsonl", HUMANEVAL), "humaneval")
     folder = ResultsFolder(tmp_path / "out")
@@ -152,6 +187,55 @@ def test_folders_keep_to_their_settings(tmp_path: Path) -> None:
         ResultsFolder(tmp_path / "file" / "out").claim({})
 
 
+def test_other_problems_are_told_by_the_first(tmp_path: Path) -> None:
+    """The names of thousands of problems fit in no message."""
+    folder = ResultsFolder(tmp_path / "out")
+    names = [str(number) for number in range(1, 1001)]
+    folder.claim({"problems": names, "modes": ["soft"]})
+    for problems, expected in (
+        (names[:10], "problems had 1,000 entries, has 10; number 11 was '11', is none. Name"),
+        ([*names, "x"], "problems had 1,000 entries, has 1,001; number 1,001 was none, is 'x'. Name"),
+        (["a", *names[1:]], "problems had 1,000 entries, has 1,000; number 1 was '1', is 'a'. Name"),
+    ):
+        with pytest.raises(EvaluationError, match=rf"other settings: {expected}"):
+            folder.claim({"problems": problems, "modes": ["soft"]})
+
+
+def test_a_disk_that_fails_is_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ResultsFolder(tmp_path / "out")
+    folder.claim({})
+
+    def without_locks(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", without_locks)
+        with pytest.raises(EvaluationError, match=r"part_00000\.jsonl: cannot be locked .*No locks available.*flock"):
+            folder.writer(0)
+    given = Answer("soft", "1", 0, "text", 1, "eos", True, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = len(json.dumps(asdict(given))) + 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        told = pytest.raises(EvaluationError, match=r"answers cannot be written .*File too large.*it goes on")
+        with told, folder.writer(0) as writer:
+            writer.write([given])
+            writer.write([replace(given, sample=1)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with folder.writer(0) as writer:  # what is cut off is written anew
+        writer.write([replace(given, sample=2)])
+    assert [found.sample for found in folder.answers().values()] == [0, 2]
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with folder.writer(0) as writer, monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(EvaluationError, match=r"answers cannot be written .*No space left"):
+            writer.write([given])
+
+
 @pytest.fixture(scope="module")
 def reader(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained model with a context in which a prompt has room."""
@@ -179,10 +263,10 @@ def test_the_tool_from_problems_to_the_table(
     loaded = load_model(reader)
     for name, mode in [("standard", "standard"), ("soft", "soft"), ("fused-2", "fused")]:
         generator = Generator(Decoder(loaded.model, DecodeMode.of(mode)), tokenizer=loaded)
-        for number, problem in enumerate(problems[:3]):
+        for problem in problems[:3]:
             prompt = f"Question: Q?\nAnswer: #### 3\n\n{problem.prompt}"
             for sample in (0, 1):
-                sampling = Sampling(temperature=1.0, seed=2 * number + sample)
+                sampling = Sampling(temperature=1.0, seed=draw_seed(0, problem.key, sample))
                 request = Request(tuple(prompt.encode()), 12, sampling, frozenset({256}), ("Question:",))
                 (done,) = generator.generate([request])
                 found = answers[AnswerKey(name, problem.key, sample)]
@@ -208,12 +292,57 @@ def test_the_tool_from_problems_to_the_table(
     assert len(lines) == 3 + 3 * 2 + 1 + 3
 
 
+def test_another_model_under_the_same_path_is_refused(
+    reader: Path, trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, ends of text or tokenizer replaced in place: the answers that are there are not those of the model."""
+    numbered(tmp_path / "problems.jsonl", 1)
+    folder = tmp_path / "model"
+    shutil.copytree(reader, folder)
+    command = [
+        str(folder), "--format", "gsm8k", "--problems", str(tmp_path / "problems.jsonl"), "--max-tokens", "2",
+        "--modes", "standard", "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    assert run_benchmark.main(command) == 0
+    capfd.readouterr()
+
+    def refused(*options: str) -> str:
+        assert run_benchmark.main([*command, *options]) == 2
+        return capfd.readouterr().err
+
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 0x40]))
+    assert "holds results with other settings: weights_sha256 was " in refused()
+    weights.write_bytes(content)
+    ends = folder / "generation_config.json"
+    before = ends.read_text()
+    ends.write_text(json.dumps(json.loads(before) | {"eos_token_id": [256, 10]}))
+    assert "other settings: eos_ids was [256], is [10, 256]" in refused()
+    ends.write_text(before)
+    assert "other settings: tokenizer was " in refused("--tokenizer", "bytes")
+    assert run_benchmark.main(command) == 0
+
+
+def test_the_digest_is_that_of_the_weights(trained: Trained, tmp_path: Path) -> None:
+    """A run that is copied elsewhere is the same model; one whose manifest names other files is not."""
+    first = load_model(trained.run).digest()
+    shutil.copytree(trained.run, tmp_path / "run")
+    copied = load_model(tmp_path / "run")
+    assert copied.digest() == first != load_model(trained.exported).digest()
+    manifest = Manifest.read(copied.path)
+    name = min(manifest.files)
+    replace(manifest, files=manifest.files | {name: FileRecord(1, "0" * 64)}).write(copied.path)
+    assert copied.digest() != first
+
+
 @pytest.mark.parametrize(
     ("options", "status", "expected"),
     [
         (["--problems", "missing.jsonl"], 2, "missing.jsonl: cannot be read"),
         (["--modes", "sof"], 2, "DecodeError: mode=sof: must be one of"),
         (["--modes", "soft", "--prefill-passes", "2"], 2, "--prefill-passes=2: goes with mode fused"),
+        (["--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
         (["--temperature", "-1"], 2, "DecodeError: temperature=-1.0"),
     ],
 )
@@ -234,6 +363,10 @@ def test_the_tool_refuses_in_one_line(
     [
         (["model"], "give MODEL, --format, --problems and --out, or --report FOLDER"),
         (["--report", "a", "--out", "b"], "--report takes nothing but --json"),
+        (["--report", "a", "model"], "--report takes nothing but --json: leave MODEL out"),
+        (["--report", "a", "--modes", "soft", "--limit", "5"], "but --json: leave --limit, --modes out"),
+        (["--report", "a", "--json", "--cpu-seconds", "5"], "but --json: leave --cpu-seconds out"),
+        (["--report", "a", "--shots", "b", "--num-shots", "0"], "but --json: leave --shots, --num-shots out"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--samples", "2"], "set --temperature"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--shots", "s"], "--shots needs --num-shots"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--limit", "0"], "--limit must be at least 1"),

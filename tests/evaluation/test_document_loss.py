@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 from argparse import Namespace
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
 from fbt_megatron.data.dataset import open_dataset
+from fbt_megatron.data.format import TokenizerInfo
 from fbt_megatron.errors import DataError, DecodeError
-from fbt_megatron.evaluation.document_loss import Piece, document_losses, document_pieces, row_pieces
+from fbt_megatron.evaluation.document_loss import Piece, _share, document_losses, document_pieces, row_pieces
 from fbt_megatron.evaluation.statistics import ratio_error
 from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.inference.source import load_model
+from fbt_megatron.parallel.launcher import Launch
 from fbt_megatron.parallel.topology import ParallelTopology
 from tests.data.datasets import write_dataset
+from tests.distributed import free_port, run_distributed
 from tests.evaluation.trained_run import Trained
 from tests.inference.toy import Pair, random_prompts, reference_logits
 from tests.model.reference import Row, row_losses
@@ -134,6 +142,58 @@ def test_a_run_and_its_export_agree_on_documents(trained: Trained, capsys: pytes
     assert result_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
 
 
+def test_ids_of_another_tokenizer_are_refused(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many ids as the model has, but of words and not of bytes: both tokenizers are named."""
+    stored = TokenizerInfo("huggingface", "../tokenizer/tokenizer.json", "1" * 64)
+    write_dataset(tmp_path / "set", [[[1, 2, 256]]], tokenizer=stored)
+    for model, own in ((trained.run, "raw bytes"), (trained.exported, str(trained.exported))):
+        assert evaluate.main([str(model), "--data", str(tmp_path / "set")]) == 3
+        error = capsys.readouterr().err
+        assert "/set: its ids are those of another tokenizer, ../tokenizer/tokenizer.json" in error
+        assert f"(dataset.json in {tmp_path / 'set'}), than the model's, {own}. Name data of" in error
+        assert error.count("\n") == 1
+
+
+def _in_ranks(rank: int, cases: list[tuple[int, list[list[str]]]]) -> list[tuple[int, str, str]]:
+    """Status, output and errors of the tool in this rank for each case: a port to meet at and each rank's arguments."""
+    dist.destroy_process_group()  # the tool makes its own
+    found = []
+    for port, arguments in cases:
+        os.environ["MASTER_PORT"] = str(port)
+        with redirect_stdout(io.StringIO()) as output, mock.patch.object(Launch, "report", autospec=True) as told:
+            status = evaluate.main(arguments[rank])
+        found.append((status, output.getvalue(), "".join(str(call.args[1]) for call in told.mock_calls)))
+    return found
+
+
+@pytest.mark.distributed
+def test_several_processes_have_the_losses_of_one(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the last digit, also where one has no batch; what one process cannot do is said by all."""
+    run, fine = str(trained.run), ["--batch-size", "2", "--json"]
+    alike = [[run, *fine], [run, "--rows", *fine], [run, "--limit", "1", *fine], [run]]
+    missing = [run, "--data", "missing", *fine]
+    pairs = [*([one, one] for one in alike), [alike[0], missing], [["missing"], alike[0]]]
+    ranks = run_distributed(_in_ranks, 2, [(free_port(), pair) for pair in pairs])
+    for number, arguments in enumerate(alike):
+        assert evaluate.main(arguments) == 0
+        assert [rank[number] for rank in ranks] == [(0, capsys.readouterr().out, ""), (0, "", "")]
+    for number, status, expected in ((4, 3, "--data=missing"), (5, 4, "missing")):
+        for rank in ranks:
+            assert rank[number][:2] == (status, "")
+            assert expected in rank[number][2]
+
+
+def test_batches_are_shared_out() -> None:
+    """Each to one process, and the long ones of a window to all in turn."""
+    batches = [[Piece(number, (1, 2))] for number in range(64)]
+    shares = [list(_share(batches, process, 4)) for process in range(4)]
+    assert sorted(one for share in shares for one in share) == sorted(enumerate(batches))
+    longest = [[number for number, _ in share if number % 16 == 15] for share in shares]
+    assert [len(numbers) for numbers in longest] == [1, 1, 1, 1]
+
+
 def test_rows_in_which_documents_see_each_other(trained: Trained) -> None:
     loaded = load_model(trained.run)
     assert loaded.config is not None
@@ -157,6 +217,8 @@ def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None
         (["{exported}", "--rows"], 3, "--rows: "),
         (["{run}", "--data", "missing"], 3, "DataError: --data=missing"),
         (["missing"], 4, "CheckpointError"),
+        (["{run}", "--device", "foo"], 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        (["{run}", "--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
     ],
 )
 def test_the_tool_refuses_in_one_line(

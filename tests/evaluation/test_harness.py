@@ -98,9 +98,14 @@ class Reference:
 
 @pytest.fixture(autouse=True, scope="module")
 def scanned_once() -> Iterator[None]:
-    """The harness reads its own thousands of task files at every start; here once."""
-    from lm_eval.tasks.manager import TaskIndex
+    """The harness reads its own thousands of task files at every start; here once.
 
+    It also logs to what is standard error when it first starts, for which no test's own will do: that is closed.
+    """
+    from lm_eval.tasks.manager import TaskIndex
+    from lm_eval.utils import setup_logging
+
+    setup_logging()
     build, known = TaskIndex.build, {}
 
     def remembered(paths: list[Path]) -> dict[str, Any]:
@@ -201,7 +206,7 @@ def check_texts(reference: Reference, samples: list[dict[str, Any]], result: dic
 
 
 def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
-    """Special tokens of a template are tokens; draws differ from request to request and are the same again."""
+    """Special tokens of a template are tokens; draws differ with text, seed and repetition, and come again."""
     from fbt_megatron.evaluation.harness_model import FBTHarnessModel
 
     for path in trained.exported.iterdir():
@@ -217,7 +222,10 @@ def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
     drawn = [request("ab", do_sample=True, temperature=0.9, top_k=100, max_gen_toks=5) for _ in range(3)]
     texts = model.generate_until(drawn, disable_tqdm=True)
     assert len(set(texts)) == 3
-    assert FBTHarnessModel(str(tmp_path), seed=1).generate_until(drawn[:2], disable_tqdm=True) == texts[1:]
+    others = [request("b", do_sample=True, temperature=0.9, top_k=100, max_gen_toks=5)]
+    assert model.generate_until([drawn[0], *others, *drawn[1:]], disable_tqdm=True)[::2] == [texts[0], texts[1]]
+    again = FBTHarnessModel(str(tmp_path), seed=1).generate_until(drawn, disable_tqdm=True)
+    assert len({*again, *texts}) == 6
 
     assert model.tok_encode("a<|endoftext|>") == list(b"a<|endoftext|>")
     assert model.chat_template(True) == template
@@ -241,6 +249,9 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
     ]:
         with pytest.raises(EvaluationError, match=expected):
             model.generate_until([request("a", **settings)])
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        with pytest.raises(EvaluationError, match="max_gen_toks=18: the model"):
+            model.generate_until([request("a", **{name: 18})])
     with pytest.raises(EvaluationError, match="a continuation has 17 tokens"):
         model.loglikelihood([SimpleNamespace(args=("a", "b" * 17))])
     with pytest.raises(EvaluationError, match="batch_size=auto: must be a number"):
@@ -256,6 +267,16 @@ def test_requests_that_cannot_be_met(trained: Trained) -> None:
         ("pretrained={run},mdoe=soft", 2, "--model_args: mdoe: not known to the model class `fbt`, which takes"),
         ("mode=soft", 2, "name the model with pretrained=PATH"),
         ("pretrained={run},batch_size=0", 2, "batch_size=0: must be a number of at least 1"),
+        ("pretrained={run},dtype=auto", 2, "DecodeError: dtype=auto: must be one of float32, bfloat16."),
+        ("pretrained={run},dtype=float16", 2, "DecodeError: dtype=float16: must be one of float32, bfloat16."),
+        ("pretrained={run},device=foo", 2, "DecodeError: --device foo: PyTorch cannot compute there"),
+        ("pretrained={run},device=cuda:99", 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
+        ("pretrained={run},device=0", 2, "DecodeError: --device 0: PyTorch cannot compute there"),
+        ("pretrained={run},mode=fused,prefill_passes=two", 2, "prefill_passes=two: must be a number of at least 1"),
+        ("pretrained={run},prefill_passes=true", 2, "prefill_passes=True: must be a number of at least 1"),
+        ("pretrained={run},seed=x", 2, "seed=x: must be a number, without a fraction"),
+        ("pretrained={run},seed=1.5", 2, "seed=1.5: must be a number, without a fraction"),
+        ("pretrained={run},max_gen_toks=none", 2, "max_gen_toks=none: must be a number of at least 1"),
     ],
 )
 def test_mistakes_end_in_one_line(
@@ -273,7 +294,33 @@ def test_another_harness_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(harness, "VERSION", "0.0.1")
     assert harness.main(["--help"]) == 2
     assert "the model class `fbt` is written for 0.0.1" in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "2"}, "TopologyError: The environment has WORLD_SIZE but not RANK"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "EvaluationError: torchrun started 2 processes: every process would compute the same",
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0",
+             "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n1"},
+            "EvaluationError: srun started 8 processes: every process would compute the same",
+        ),
+    ],
+    ids=["half of torchrun", "torchrun", "srun"],
+)  # fmt: skip
+def test_several_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
     assert harness.main(["--help"]) == 2
-    assert "WORLD_SIZE=2: every process would compute the same" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert expected in error
+    assert error.count("\n") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from fbt_megatron.config.loader import load_config
 from fbt_megatron.config.schema import DataConfig, FeedbackConfig, SchedulePhase
+from fbt_megatron.data.dataset import DocumentDataset, open_dataset
+from fbt_megatron.data.format import TokenizerInfo
+from fbt_megatron.data.tokenizer import Tokenizer as AnyTokenizer
 from fbt_megatron.data.tokenizer import load_tokenizer
 from fbt_megatron.errors import CheckpointError, ConfigError, DataError
 from fbt_megatron.hf.export import export_checkpoint
 from fbt_megatron.hf.importing import import_model
 from fbt_megatron.hf.safetensors_files import Entry, open_tensors, write_tensors
-from fbt_megatron.hf.tokenizer_files import find_tokenizer, special_ids, tokenizer_files
+from fbt_megatron.hf.tokenizer_files import find_tokenizer, makes_ids_of, special_ids, tokenizer_files
 from fbt_megatron.model.layout import stage_layouts
 from fbt_megatron.planner import logical_tensors
+from tests.data.datasets import pack_ids, write_dataset, write_tar
 from tests.hf.models import config_of, draw_model, random_tokens, rows_of, save_model, save_parameters, trainer_logits
 from tools.convert_to_hf import main
 
@@ -245,7 +250,7 @@ def word_tokenizer(folder: Path, post_processor: str) -> Path:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=post_processor, special_tokens=[("<bos>", 0), ("<eos>", 1)]
         )
-    folder.mkdir()
+    folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": "{{ messages }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
@@ -275,6 +280,49 @@ def test_prompts_begin_as_documents_did(tmp_path: Path, post_processor: str, add
     again = find_tokenizer(DataConfig(), str(out), beside=tmp_path / "none", vocab_size=14)
     assert again is not None
     assert tokenizer_files(again, seq_length=32) == files
+
+
+def test_whose_ids_the_data_has(tmp_path: Path) -> None:
+    """Those of the tokenizer and of its exports, but not those of one with other words or other ends."""
+    folder = word_tokenizer(tmp_path / "set" / "tokenizer", "$A <eos>")
+    built_with = load_tokenizer(str(folder))
+    stored = TokenizerInfo("huggingface", "../tokenizer/tokenizer.json", built_with.fingerprint)
+    write_dataset(tmp_path / "set" / "train", [[[0, 3, 1]]], vocab_size=14, eos_id=1, bos_id=0, tokenizer=stored)
+    write_dataset(tmp_path / "bytes", [[[65, 256]]])
+    write_tar(tmp_path / "text.tar", [("0.txt", b"a b")])
+    write_tar(tmp_path / "ids.tar", [("0.tokens", pack_ids([3, 4, 1], "uint16"))])
+
+    def opened(name: str, tokenizer: str | None = None, vocab_size: int = 14) -> DocumentDataset:
+        return open_dataset(str(tmp_path / name), tokenizer=tokenizer, vocab_size=vocab_size, key="--data")
+
+    def exported(named: str) -> AnyTokenizer:
+        found = find_tokenizer(DataConfig(), named, beside=tmp_path / "none", vocab_size=257)
+        assert found is not None
+        out = tmp_path / f"exported {Path(named).name}"
+        out.mkdir()
+        for name, text in tokenizer_files(found, seq_length=32).items():
+            (out / name).write_text(text)
+        return load_tokenizer(str(out))
+
+    words, raw = exported(str(folder)), exported("bytes")
+    assert words.fingerprint != built_with.fingerprint
+    assert raw.fingerprint != load_tokenizer("bytes").fingerprint
+    other = load_tokenizer(str(folder), eos_token="<other end>")
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    definition = (folder / "tokenizer.json").read_text()
+    (renamed / "tokenizer.json").write_text(definition.replace('"a": 3', '"b": 3').replace('"b": 4', '"a": 4'))
+    shutil.copy(folder / "tokenizer_config.json", renamed)
+    for dataset, made_it in ((opened("set/train"), words), (opened("text.tar", str(folder)), words),
+                             (opened("bytes", vocab_size=257), raw)):  # fmt: skip
+        right = {built_with.fingerprint, words.fingerprint} if made_it is words else {raw.fingerprint}
+        for tokenizer in (built_with, words, raw, other, load_tokenizer(str(renamed))):
+            assert makes_ids_of(tokenizer, dataset) == (tokenizer.fingerprint in right)
+    assert makes_ids_of(other, opened("ids.tar"))  # nothing tells
+    assert makes_ids_of(load_tokenizer("bytes"), opened("text.tar", str(tmp_path / "exported bytes"), 257))
+    shutil.rmtree(folder)
+    assert makes_ids_of(built_with, opened("set/train"))
+    assert not makes_ids_of(words, opened("set/train"))
 
 
 def test_raw_bytes_as_a_tokenizer(topology, tmp_path: Path) -> None:
