@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from fbt_megatron.errors import EvaluationError, FBTError, report
@@ -40,6 +39,7 @@ from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator
 from fbt_megatron.inference.sampling import Sampling
 from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.parallel.device import device_of
 from fbt_megatron.parallel.launcher import Launch, find_launch
 
 RESULTS_FILE = "results.json"
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, folder: ResultsFolder, launch: Launch) ->
     loaded = load_model(
         arguments.model,
         dtype=arguments.dtype,
-        device=arguments.device or (f"cuda:{launch.local_rank}" if torch.cuda.is_available() else "cpu"),
+        device=arguments.device or str(device_of(launch)),
         tokenizer=arguments.tokenizer,
         log=launch.say,
     )

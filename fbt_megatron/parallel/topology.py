@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from fbt_megatron.config.schema import ParallelConfig
 from fbt_megatron.errors import PeerError, TopologyError
 from fbt_megatron.parallel.collectives import COLLECTIVE_SECONDS
+from fbt_megatron.parallel.device import device_of
 from fbt_megatron.parallel.launcher import Launch, find_launch
 
 
@@ -60,7 +61,7 @@ def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = C
     """
     launch = launch or find_launch(os.environ)
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    device = _device_of(launch)
+    device = device_of(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -78,19 +79,6 @@ def init_distributed(launch: Launch | None = None, *, timeout_seconds: float = C
             f"rank {launch.rank} of {launch.world_size} did not meet the others at {launch.address}:{launch.port}: "
             f"{str(error).splitlines()[0]} Check that rank 0 runs on that host, or set MASTER_ADDR and MASTER_PORT."
         ) from error
-
-
-def _device_of(launch: Launch) -> torch.device:
-    """The GPU of this process, or the CPU where there is none. A launcher may show each process its own GPU only."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    if visible > 1 and launch.local_rank >= visible:
-        raise TopologyError(
-            f"process {launch.local_rank} of this node (counted from 0) finds {visible} GPUs: start at most one "
-            "process per GPU."
-        )
-    return torch.device("cuda", launch.local_rank if visible > 1 else 0)
 
 
 def build_topology(parallel: ParallelConfig, *, timeout_seconds: float = COLLECTIVE_SECONDS) -> ParallelTopology:
@@ -113,7 +101,7 @@ def build_topology(parallel: ParallelConfig, *, timeout_seconds: float = COLLECT
             distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
         )
     launch = find_launch(os.environ)
-    device = _device_of(launch)
+    device = device_of(launch)
     return ParallelTopology(
         world_size=world_size,
         rank=dist.get_rank(),
