@@ -212,7 +212,10 @@ class MetricsLogger:
 
     def _step_line(self, record: StepRecord) -> str:
         per_pass = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
-        norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
+        if not record.trained_tokens:
+            norm = "SKIPPED, no token is trained"
+        else:
+            norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
         if record.spike:
             norm += ", SPIKE, SKIPPED" if record.skipped else ", SPIKE"
         seconds, passes = (sum(column) for column in zip(*self._recent, strict=True))

@@ -5,6 +5,7 @@ shards -> loader -> pass plan -> passes (forward_backward) -> engine (ZeRO, NorM
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -164,10 +165,14 @@ class Trainer:
         plan = self.pass_schedule.plan(step)
         activity.begin(f"step {step}, reading its batches")
         batches, num_tokens = self._next_batches()
-        means = self._forward_backward(step, batches, plan, num_tokens)
         settings = self.step_settings(step, plan)
-        activity.begin(f"step {step}, update")
-        result, spikes = self._update(settings, means)
+        if num_tokens:
+            means = self._forward_backward(step, batches, plan, num_tokens)
+            activity.begin(f"step {step}, update")
+            result, spikes = self._update(settings, means)
+        else:  # rows of conversations may lie outside all answers: no gradient, and nothing to update with
+            means = [math.nan] * plan.num_passes, [math.nan] * plan.num_passes
+            result, spikes = StepResult(grad_norm=None, skipped=True), []
         self._advance(step, result, batches, is_spike=bool(spikes))
         if self.loader is not None:
             self.samples.step(step, self.loader.last_documents)
@@ -336,12 +341,6 @@ class Trainer:
         total, failures, *counts = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
-        if not total:
-            raise DataError(
-                f"step {self.counters.step + 1}: no token of its rows is trained, because all of them lie outside "
-                "the assistant's messages. Raise train.global_batch_size or model.seq_length, or leave out "
-                "conversations that are so long without an answer."
-            )
         self._note_skipped(*counts[:2])
         self._note_cut(*counts[2:])
         return self._share(batches), total
