@@ -46,7 +46,7 @@ class DocumentDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all shards; an upper bound where shards were scanned."""
+        """Tokens of all shards; see `Shard.num_tokens` for those that were scanned."""
         return sum(shard.num_tokens for shard in self.shards)
 
     @property

@@ -79,6 +79,13 @@ class TrainLoader:
         return sum(cursor.skipped for cursor in cursors), sum(cursor.skipped_tokens for cursor in cursors)
 
     @property
+    def cut(self) -> tuple[int, int]:
+        """Conversations of this rank's streams that were longer than a row since the beginning of the run, and how many
+        of their tokens were left out."""
+        cursors = self._state.cursors.values()
+        return sum(cursor.cut for cursor in cursors), sum(cursor.cut_tokens for cursor in cursors)
+
+    @property
     def last_documents(self) -> dict[int, tuple[str, ...]]:
         """Keys of the documents in each row of the last step, by global row number."""
         return self._documents
@@ -189,7 +196,8 @@ def build_train_loader(
     """
     dataset = _open(config, "train", on_error=config.data.on_error)
     num_streams, seq_length = config.data.streams, config.model.seq_length
-    _check_enough(dataset, num_streams=num_streams, seq_length=seq_length)
+    keeps_whole = _keeps_whole(config)
+    _check_enough(dataset, num_streams=num_streams, seq_length=seq_length, fills_rows=not keeps_whole)
     layout = _layout(config, dp_rank, dp_size)
     documents_per_shard = [shard.num_documents for shard in dataset.shards]
     order = DocumentOrder(documents_per_shard, seed=config.train.seed)
@@ -199,7 +207,9 @@ def build_train_loader(
         else LoaderState.restored(state, layout, fingerprint=dataset.fingerprint)
     )
     return TrainLoader(
-        StreamReader(dataset, order, num_streams, seq_length, max_skipped=config.data.max_skipped),
+        StreamReader(
+            dataset, order, num_streams, seq_length, max_skipped=config.data.max_skipped, keeps_whole=keeps_whole
+        ),
         layout,
         cycles_per_step=config.train.global_batch_size // num_streams,
         workers=config.data.workers,
@@ -219,7 +229,14 @@ def build_validation_loader(config: RunConfig, *, dp_rank: int, dp_size: int) ->
     dataset = _open(config, "validation", on_error="stop")
     order = DocumentOrder([shard.num_documents for shard in dataset.shards], seed=None)
     return ValidationLoader(
-        StreamReader(dataset, order, config.data.streams, config.model.seq_length, max_skipped=0.0),
+        StreamReader(
+            dataset,
+            order,
+            config.data.streams,
+            config.model.seq_length,
+            max_skipped=0.0,
+            keeps_whole=_keeps_whole(config),
+        ),
         _layout(config, dp_rank, dp_size),
         batches=config.evaluation.batches,
         cycles_per_batch=config.train.global_batch_size // config.data.streams,
@@ -280,18 +297,26 @@ def _open(
     )
 
 
+def _keeps_whole(config: RunConfig) -> bool:
+    """Whether documents are kept whole: the end of a conversation means nothing without what it answers."""
+    return config.data.kind == "chat"
+
+
 def _layout(config: RunConfig, dp_rank: int, dp_size: int) -> StreamLayout:
     return StreamLayout(config.data.streams, config.train.micro_batch_size, dp_rank, dp_size)
 
 
-def _check_enough(dataset: DocumentDataset, *, num_streams: int, seq_length: int) -> None:
-    """Refuse data of which a stream would not get a document, or on average not a row, in an epoch."""
+def _check_enough(dataset: DocumentDataset, *, num_streams: int, seq_length: int, fills_rows: bool) -> None:
+    """Refuse data of which a stream would not get a document, or on average not a row, in an epoch.
+
+    Rows that nothing has to fill, because the rest of them is padding, need no number of tokens.
+    """
     if dataset.num_documents < num_streams:
         raise DataError(
             f"data.streams={num_streams}: the training data has only {dataset.num_documents} documents, and each "
             "stream needs one. Lower data.streams or add documents."
         )
-    if dataset.num_tokens < num_streams * (seq_length + 1):
+    if fills_rows and dataset.num_tokens < num_streams * (seq_length + 1):
         raise DataError(
             f"model.seq_length={seq_length}: a row takes {seq_length + 1} tokens, but the data.streams={num_streams} "
             f"streams share {dataset.num_tokens} training tokens, about {dataset.num_tokens // num_streams} each. "

@@ -42,16 +42,24 @@ class Cursor:
     """Documents of the stream that were passed over on the way here, in all epochs."""
     skipped_tokens: int = 0
     """Tokens of those, as far as an index states them."""
+    cut: int = 0
+    """Conversations of the stream that were longer than a row on the way here, in all epochs."""
+    cut_tokens: int = 0
+    """Tokens at their ends that were left out."""
 
     # Written out, because `dataclasses.replace` is slow and these are called for every document.
 
     def after_tokens(self, num_tokens: int) -> Cursor:
         """The place so many tokens further in the same document."""
-        return Cursor(self.epoch, self.document, self.offset + num_tokens, self.skipped, self.skipped_tokens)
+        return Cursor(self.epoch, self.document, self.offset + num_tokens, *self._counts)
 
     def next_document(self) -> Cursor:
         """The beginning of the next document."""
-        return Cursor(self.epoch, self.document + 1, 0, self.skipped, self.skipped_tokens)
+        return Cursor(self.epoch, self.document + 1, 0, *self._counts)
+
+    @property
+    def _counts(self) -> tuple[int, int, int, int]:
+        return self.skipped, self.skipped_tokens, self.cut, self.cut_tokens
 
 
 @dataclass(frozen=True)

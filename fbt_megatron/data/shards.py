@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens; without an index an upper bound."""
+        """Number of tokens; without an index an upper bound, of lines of JSON the bytes."""
         return self.info.num_tokens if self.info else int(self._scan[:, 1].sum())
 
     @property

@@ -16,6 +16,7 @@ from fbt_megatron.data.dataset import DocumentDataset
 from fbt_megatron.data.document_reader import ReadDocument
 from fbt_megatron.data.order import DocumentOrder
 from fbt_megatron.data.packing import Cursor, Document, PackedRow, masked_row, pack_rows
+from fbt_megatron.data.whole_rows import pack_whole_rows
 from fbt_megatron.errors import DataError
 
 
@@ -66,16 +67,22 @@ class StreamReader:
     seq_length: int
     max_skipped: float
     """Largest share of an epoch's documents that may be passed over."""
+    keeps_whole: bool
+    """True where a document must not go on in another row: `whole_rows` in place of `packing`."""
 
     def training_rows(self, stream: int, cursor: Cursor) -> Iterator[PackedRow]:
         """Rows of `stream` from `cursor` on, epoch after epoch, without end."""
-        return pack_rows(self._repeated_documents(stream, cursor), seq_length=self.seq_length)
+        documents = self._repeated_documents(stream, cursor)
+        if self.keeps_whole:
+            return pack_whole_rows(documents, seq_length=self.seq_length, pad_id=self.dataset.pad_id)
+        return pack_rows(documents, seq_length=self.seq_length)
 
     def validation_rows(self, stream: int) -> Iterator[PackedRow]:
         """Rows of one reading of `stream`, the last one padded, and then rows without labels, without end."""
         end = Cursor(epoch=1)
         documents = self._documents(stream, Cursor())
-        yield from pack_rows(documents, seq_length=self.seq_length, pad_id=self.dataset.pad_id)
+        pack = pack_whole_rows if self.keeps_whole else pack_rows
+        yield from pack(documents, seq_length=self.seq_length, pad_id=self.dataset.pad_id)
         yield from repeat(masked_row(self.seq_length, pad_id=self.dataset.pad_id, cursor=end))
 
     def check_skipped(self, skipped: int, epoch: int) -> None:
@@ -114,12 +121,15 @@ class StreamReader:
         num_tokens = 0
         for span in self.order.epoch(cursor.epoch).spans(start + cursor.document, stop):
             for read in self.dataset.read(span):
-                trained = None if read.trained is None else read.trained[cursor.offset :]
-                tokens = read.tokens[cursor.offset :]
-                document = Document(key=read.key, tokens=tokens, start=cursor, trained=trained)
+                part = slice(cursor.offset, self.seq_length + 1 if self.keeps_whole else None)
+                trained = None if read.trained is None else read.trained[part]
+                document = Document(key=read.key, tokens=read.tokens[part], start=cursor, trained=trained)
                 num_tokens += len(document.tokens)
                 yield document
                 cursor = cursor.next_document()
+                left_out = len(read.tokens) - (self.seq_length + 1)
+                if self.keeps_whole and left_out > 0:
+                    cursor = replace(cursor, cut=cursor.cut + 1, cut_tokens=cursor.cut_tokens + left_out)
                 if read.skipped:
                     cursor = self._after_skipped(cursor, read)
         return cursor, num_tokens

@@ -26,11 +26,14 @@ TENSORBOARD_NAME = "tensorboard"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes.
+    """One optimizer step. `tokens` counts rows x S of the whole run up to here, not times the passes; `trained_tokens`
+    are the labels of this step that count.
 
-    `losses` is the cross entropy of each pass per trained token; `loss` combines them, without `z_loss`. `grad_norm` is
-    the norm before clipping, None where it is not finite. `epoch` counts how often a stream has begun its data anew,
-    `skipped_documents` those that the run has passed over because they cannot be read.
+    `losses` is the cross entropy of each pass per trained token, NaN where there is none; `loss` combines them, without
+    `z_loss`. `grad_norm` is the norm before clipping, None where it is not finite or there is no gradient. `epoch`
+    counts how often a stream has begun its data anew, `skipped_documents` those that the run has passed over because
+    they cannot be read. `cut_conversations` and `cut_tokens` count up to here those that were longer than a row, and
+    what was left out of them; None where the data are no conversations.
 
     `skipped_steps`, `spikes` and `rewinds` count what happened up to here (see `train_state.Counters`); `skipped` and
     `spike` say whether it happened in this step. `starts` counts the starts of this run, `restarts` those that its
@@ -40,6 +43,7 @@ class StepRecord:
 
     step: int
     tokens: int
+    trained_tokens: int
     passes: int
     loss: float
     losses: tuple[float, ...]
@@ -60,14 +64,18 @@ class StepRecord:
     data_seconds: float
     slowest_rank: int | None
     slowest_rank_ratio: float | None
+    cut_conversations: int | None = None
+    cut_tokens: int | None = None
     skipped: bool = False
     spike: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The keys and order of a line of `metrics.jsonl`."""
+        cut = {"cut_conversations": self.cut_conversations, "cut_tokens": self.cut_tokens}
         return {
             "step": self.step,
             "tokens": self.tokens,
+            "trained_tokens": self.trained_tokens,
             "passes": self.passes,
             "loss": self.loss,
             **{f"loss_pass_{index}": loss for index, loss in enumerate(self.losses, start=1)},
@@ -81,6 +89,7 @@ class StepRecord:
             "rewinds": self.rewinds,
             "epoch": self.epoch,
             "skipped_documents": self.skipped_documents,
+            **({} if self.cut_conversations is None else cut),
             "starts": self.starts,
             "restarts": self.restarts,
             "step_seconds": self.step_seconds,
@@ -203,16 +212,20 @@ class MetricsLogger:
 
     def _step_line(self, record: StepRecord) -> str:
         per_pass = ", ".join(f"pass {k} {loss:.4f}" for k, loss in enumerate(record.losses, start=1))
-        norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
+        if not record.trained_tokens:
+            norm = "SKIPPED, no token is trained"
+        else:
+            norm = "SKIPPED, gradient not finite" if record.grad_norm is None else f"grad {record.grad_norm:.3f}"
         if record.spike:
             norm += ", SPIKE, SKIPPED" if record.skipped else ", SPIKE"
         seconds, passes = (sum(column) for column in zip(*self._recent, strict=True))
         remaining = format_duration(seconds / passes * self._passes_after(record.step))
         speed = format_count(record.step_tokens / record.step_seconds)
         skipped = f" | skipped {record.skipped_steps}" if record.skipped_steps else ""
+        cut = f" | cut conversations {record.cut_conversations}" if record.cut_conversations else ""
         return (
             f"step {record.step}/{self._total_steps} | loss {record.loss:.4f} ({per_pass}) | {norm} | "
-            f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {speed} tok/s | eta {remaining}{skipped}"
+            f"lr {record.lr_normuon:.2e} {record.lr_adam:.2e} | {speed} tok/s | eta {remaining}{skipped}{cut}"
         )
 
     def _write(self, group: str, record: dict[str, Any]) -> None:

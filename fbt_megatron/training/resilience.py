@@ -31,7 +31,7 @@ def goes_back(counters: Counters, resilience: ResilienceConfig) -> bool:
 def too_many_skips(counters: Counters, resilience: ResilienceConfig, why_not_back: str) -> NonFiniteError:
     """The error that ends a run which cannot go back."""
     number = counters.consecutive_skips
-    reason = "The gradient was not finite"
+    reason = "No token was trained, or the gradient was not finite"
     if resilience.spikes == "skip":
         reason += f" or a spike (resilience.spike_factor={resilience.spike_factor:g})"
     return NonFiniteError(

@@ -28,7 +28,7 @@ _PACKAGES = ("torch", "megatron-core", "deepspeed", "webdataset", "numpy")
 @dataclass
 class Counters:
     """Progress of a run. `tokens` counts rows x S of its steps, not times the passes; the cursors hold
-    `skipped_documents` too.
+    `skipped_documents`, `cut_conversations` and `cut_tokens` too.
 
     `validation_due` is true where a signal cut the validation of this step short.
     """
@@ -36,7 +36,8 @@ class Counters:
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
-    """Steps that changed nothing: their gradient was not finite, or they were spikes and those are skipped."""
+    """Steps that changed nothing: their gradient was not finite, no token of their rows was trained, or they were
+    spikes and those are skipped."""
     consecutive_skips: int = 0
     validation_due: bool = False
     skipped_documents: int = 0
@@ -46,6 +47,10 @@ class Counters:
     """Finite steps that stood out, skipped or not."""
     rewinds: int = 0
     """How often the run went back to a checkpoint."""
+    cut_conversations: int = 0
+    """Those that were longer than a row."""
+    cut_tokens: int = 0
+    """Tokens at their ends that were left out."""
 
     def as_dict(self) -> dict[str, int]:
         """Plain values for a manifest; `Counters(**values)` reads them back."""

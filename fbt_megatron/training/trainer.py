@@ -5,6 +5,7 @@ shards -> loader -> pass plan -> passes (forward_backward) -> engine (ZeRO, NorM
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -164,27 +165,20 @@ class Trainer:
         plan = self.pass_schedule.plan(step)
         activity.begin(f"step {step}, reading its batches")
         batches, num_tokens = self._next_batches()
-        activity.begin(f"step {step}, forward and backward")
-        losses = forward_backward(
-            self.model,
-            batches,
-            plan,
-            num_tokens=num_tokens,
-            z_loss=self.z_loss(step),
-            noise=self.noise,
-            topology=self.topology,
-            timed=self._stragglers.own_time.computing,
-        )
-        means = self._mean_losses(losses, num_tokens)
         settings = self.step_settings(step, plan)
-        activity.begin(f"step {step}, update")
-        result, spikes = self._update(settings, means)
+        if num_tokens:
+            means = self._forward_backward(step, batches, plan, num_tokens)
+            activity.begin(f"step {step}, update")
+            result, spikes = self._update(settings, means)
+        else:  # rows of conversations may lie outside all answers: no gradient, and nothing to update with
+            means = [math.nan] * plan.num_passes, [math.nan] * plan.num_passes
+            result, spikes = StepResult(grad_norm=None, skipped=True), []
         self._advance(step, result, batches, is_spike=bool(spikes))
         if self.loader is not None:
             self.samples.step(step, self.loader.last_documents)
         if result.skipped or spikes:
             self._log_oddity(result, spikes)
-        return self._step_record(plan, means, settings, result, is_spike=bool(spikes))
+        return self._step_record(plan, num_tokens, means, settings, result, is_spike=bool(spikes))
 
     def step_settings(self, step: int, plan: PassPlan) -> StepSettings:
         """Learning rates and weight decays of a step; the decay follows the rate."""
@@ -333,10 +327,7 @@ class Trainer:
         self.console.log(f"step {step} ({kind}) read {documents}")
 
     def _next_batches(self) -> tuple[list[TrainBatch], int]:
-        """This replica's micro-batches of the next step, and the number of trained tokens of all replicas' together.
-
-        Raises DataError on all ranks where no token is trained: rows of conversations may lie outside all answers.
-        """
+        """This replica's micro-batches of the next step, and the number of trained tokens of all replicas' together."""
         batches: list[TrainBatch] = []
         error: DataError | None = None
         try:
@@ -344,18 +335,14 @@ class Trainer:
                 batches = [] if self.loader is None else self.loader.next_step()
         except DataError as caught:
             error = caught
-        skipped = (0, 0) if self.loader is None else self.loader.skipped
-        own = torch.tensor([sum(batch.num_trained_tokens for batch in batches), int(error is not None), *skipped])
-        total, failures, *skipped_in_all = sum_across(own.to(self.topology.device)).tolist()
+        skipped, cut = ((0, 0), (0, 0)) if self.loader is None else (self.loader.skipped, self.loader.cut)
+        trained = sum(batch.num_trained_tokens for batch in batches)
+        own = torch.tensor([trained, int(error is not None), *skipped, *cut])
+        total, failures, *counts = sum_across(own.to(self.topology.device)).tolist()
         if failures:
             raise_together(error)
-        if not total:
-            raise DataError(
-                f"step {self.counters.step + 1}: no token of its rows is trained, because all of them lie outside "
-                "the assistant's messages. Raise train.global_batch_size or model.seq_length, or leave out "
-                "conversations that are so long without an answer."
-            )
-        self._note_skipped(*skipped_in_all)
+        self._note_skipped(*counts[:2])
+        self._note_cut(*counts[2:])
         return self._share(batches), total
 
     def _note_skipped(self, documents: int, tokens: int) -> None:
@@ -371,6 +358,17 @@ class Trainer:
         epoch = self._epoch()
         agree_on_errors(lambda: None if self.loader is None else self.loader.check_skipped(documents, epoch))
 
+    def _note_cut(self, conversations: int, tokens: int) -> None:
+        """Keep how many conversations the run has cut, and say so when it has cut the first ones."""
+        if conversations and not self.counters.cut_conversations:
+            self.console.line(
+                f"step {self.counters.step + 1} is the first with conversations that are longer than a row "
+                f"(model.seq_length={self.config.model.seq_length}), whose ends are left out; metrics.jsonl counts "
+                "them (cut_conversations, cut_tokens)"
+            )
+        self.counters.cut_conversations = conversations
+        self.counters.cut_tokens = tokens
+
     def _epoch(self) -> int:
         """How often the stream that is furthest has begun its data anew."""
         own = 0 if self.loader is None else self.loader.epoch
@@ -378,6 +376,23 @@ class Trainer:
 
     def _share(self, batches: list[TrainBatch]) -> list[TrainBatch]:
         return share_batches(batches, self.config, self.topology)
+
+    def _forward_backward(
+        self, step: int, batches: list[TrainBatch], plan: PassPlan, num_tokens: int
+    ) -> tuple[list[float], list[float]]:
+        """All passes of a step; returns what `_mean_losses` does."""
+        activity.begin(f"step {step}, forward and backward")
+        losses = forward_backward(
+            self.model,
+            batches,
+            plan,
+            num_tokens=num_tokens,
+            z_loss=self.z_loss(step),
+            noise=self.noise,
+            topology=self.topology,
+            timed=self._stragglers.own_time.computing,
+        )
+        return self._mean_losses(losses, num_tokens)
 
     def _mean_losses(self, losses: StepLosses, num_tokens: int) -> tuple[list[float], list[float]]:
         """Cross entropy and squared log-partition function of each pass, per trained token of the global batch."""
@@ -414,6 +429,7 @@ class Trainer:
     def _step_record(
         self,
         plan: PassPlan,
+        num_tokens: int,
         means: tuple[list[float], list[float]],
         settings: StepSettings,
         result: StepResult,
@@ -421,10 +437,12 @@ class Trainer:
         is_spike: bool,
     ) -> StepRecord:
         cross_entropy, z_mean = means
+        is_chat = self.config.data.kind == "chat"
         times = self._stragglers.end_step(epoch=0 if self.loader is None else self.loader.epoch)
         return StepRecord(
             step=self.counters.step,
             tokens=self.counters.tokens,
+            trained_tokens=num_tokens,
             passes=plan.num_passes,
             loss=sum(weight * loss for weight, loss in zip(plan.weights, cross_entropy, strict=True)),
             losses=tuple(cross_entropy),
@@ -445,6 +463,8 @@ class Trainer:
             data_seconds=times.data_seconds,
             slowest_rank=times.slowest_rank,
             slowest_rank_ratio=times.slowest_rank_ratio,
+            cut_conversations=self.counters.cut_conversations if is_chat else None,
+            cut_tokens=self.counters.cut_tokens if is_chat else None,
             skipped=result.skipped,
             spike=is_spike,
         )

@@ -48,6 +48,7 @@ def test_from_pretraining_to_fine_tuning(folder: Path) -> None:
         f"checkpoint.load={folder}/pretrained",
         "checkpoint.load_weights_only=true",
         "feedback.schedule=[{until: 1.0, mix: {2: 1.0}}]",
+        "model.seq_length=80",  # the longest conversation
         "train.steps=25",
         "optimizer.adam.lr=0.01",
         "optimizer.normuon.lr=0.02",
@@ -59,6 +60,7 @@ def test_from_pretraining_to_fine_tuning(folder: Path) -> None:
     assert "weights alone from " in tuned.output
     assert [step["step"] for step in steps(folder / "tuned")] == [*range(1, 26)]
     assert {step["passes"] for step in steps(folder / "tuned")} == {2}
+    assert {step["cut_conversations"] for step in steps(folder / "tuned")} == {0}
     validations = [record for record in records(folder / "tuned") if record.get("kind") == "validation"]
     first, last = validations[0], validations[-1]
     assert (first["step"], last["step"]) == (0, 25)

@@ -45,7 +45,7 @@ def test_metrics_of_a_step_and_of_a_validation(straight: tuple[Path, Outcome]) -
     for record in steps(run_dir):
         losses = [f"loss_pass_{k}" for k in range(1, record["passes"] + 1)]
         start, end = (
-            ["step", "tokens", "passes", "loss"],
+            ["step", "tokens", "trained_tokens", "passes", "loss"],
             [
                 "lr_normuon",
                 "lr_adam",
@@ -59,6 +59,7 @@ def test_metrics_of_a_step_and_of_a_validation(straight: tuple[Path, Outcome]) -
         )
         assert list(record) == [*start, *losses, "z_loss", "grad_norm", *end]
         assert record["tokens"] == record["step"] * 8 * 64
+        assert 0.5 * 8 * 64 < record["trained_tokens"] <= 8 * 64
         later = losses[1:]
         combined = record["loss_pass_1"] + (sum(record[key] for key in later) / len(later) if later else 0.0)
         assert record["loss"] == pytest.approx(combined, rel=1e-6)

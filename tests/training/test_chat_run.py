@@ -16,19 +16,21 @@ from torch import Tensor
 
 from fbt_megatron.config.schema import RunConfig
 from fbt_megatron.data.batch import IGNORE_INDEX
-from fbt_megatron.data.loader import build_validation_loader
-from fbt_megatron.errors import DataError
+from fbt_megatron.data.loader import build_train_loader, build_validation_loader
+from fbt_megatron.errors import NonFiniteError
 from fbt_megatron.model.builder import build_model
 from fbt_megatron.model.noise import FeedbackNoise
 from fbt_megatron.model.pass_schedule import build_pass_plan
 from fbt_megatron.training.build import open_trainer
 from fbt_megatron.training.forward_backward import forward_backward
+from fbt_megatron.training.stop_signal import StopSignal
 from fbt_megatron.training.trainer import Trainer
 from tests.data.chats import chat, masked_tokens, write_chatml, write_lines
 from tests.data.datasets import write_dataset
-from tests.training.tiny_run import state_of, tiny_run
+from tests.training.tiny_run import read_records, state_of, tiny_run
 
 VOCAB = 300
+SIZE = 48  # of rows: one or two conversations
 
 
 @contextmanager
@@ -74,6 +76,7 @@ def tuning(folder: Path, chats: Path, pretrained: Path, **changes: Any) -> RunCo
     config = with_vocabulary(tiny_run(folder, chats, steps=8, mix={2: 1.0}))
     return replace(
         config,
+        model=replace(config.model, seq_length=SIZE),
         data=replace(
             config.data, kind="chat", train=str(chats / "train.jsonl"), tokenizer=str(chats / "tokenizer"), streams=4
         ),
@@ -134,10 +137,64 @@ def test_only_the_assistants_labels_have_a_gradient(topology, chats: Path, tmp_p
         assert [bool(gradient.any()) for gradient in of_pass.grad[:, 0]] == answers
 
 
-def test_a_step_without_an_answer_is_an_error(topology, pretrained: Path, tmp_path: Path) -> None:
-    """Eight rows of questions that are longer than all of them."""
-    write_chatml(tmp_path / "tokenizer")
-    write_lines(tmp_path / "train.jsonl", [chat("two plus " * 300, "Four") for _ in range(4)])
-    config = tuning(tmp_path / "run", tmp_path, pretrained)
-    with trainer_of(config, topology) as trainer, pytest.raises(DataError, match="step 1: no token of its rows"):
-        trainer.train_step()
+def quiet_run(folder: Path, pretrained: Path, pattern: str, **changes: Any) -> RunConfig:
+    """Each row is one conversation, as the pattern says: `a` with an answer, `q` with a question that is too long."""
+    write_chatml(folder / "tokenizer")
+    kinds = {"a": chat("two plus " * 4, "Four"), "q": chat("two plus " * 20, "Four")}
+    sizes = {kind: len(masked_tokens(messages)) for kind, messages in kinds.items()}
+    assert (SIZE + 1) / 2 < sizes["a"] <= SIZE + 1 < sizes["q"]
+    write_lines(folder / "train.jsonl", [kinds[kind] for kind in pattern])
+    config = tuning(folder / "run", folder, pretrained, **changes)
+    return replace(config, resilience=replace(config.resilience, max_consecutive_skips=3))
+
+
+def test_a_step_without_an_answer_is_skipped(topology, pretrained: Path, tmp_path: Path) -> None:
+    """Its data is used up, and nothing that a step changes is changed; a stop behind it changes nothing either."""
+    config = quiet_run(tmp_path, pretrained, "qqqqaaaa" * 4)
+    loader = build_train_loader(config, dp_rank=0, dp_size=1)
+    numbers = [sum(batch.num_trained_tokens for batch in loader.next_step()) for _ in range(8)]
+    quiet = [number == 0 for number in numbers]
+    assert 2 <= sum(quiet) <= 4
+    changed, counted = [], []
+    with trainer_of(config, topology) as trainer:
+        for _ in range(8):
+            before, updates = state_of(trainer), trainer.engine.optimizer.counters()
+            trainer.metrics.step(trainer.train_step())
+            changed.append(any(not torch.equal(before[name], value) for name, value in state_of(trainer).items()))
+            counted.append(trainer.engine.optimizer.counters() != updates)
+        state, counters = state_of(trainer), trainer.counters
+        assert trainer.loader is not None
+        assert trainer.loader.state_dict() == loader.state_dict()
+    assert changed == counted == [not is_quiet for is_quiet in quiet]
+    assert (counters.step, counters.skipped_steps) == (8, sum(quiet))
+    records = read_records(tmp_path / "run")
+    assert [record["trained_tokens"] for record in records] == numbers
+    assert [record["skipped_steps"] for record in records] == [sum(quiet[:step]) for step in range(1, 9)]
+    assert [record["loss"] is record["loss_pass_1"] is record["grad_norm"] is None for record in records] == quiet
+    assert [record["cut_conversations"] for record in records] == cut_after_each_step(config)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("SKIPPED, no token is trained") == sum(quiet)
+    assert log.count("(skipped) read row") == sum(quiet)
+    assert log.count("longer than a row (model.seq_length=48)") == 1
+
+    behind = quiet.index(True) + 1
+    stopped = replace(config, train=replace(config.train, run_dir=str(tmp_path / "stopped")))
+    train(replace(stopped, train=replace(stopped.train, stop_step=behind)), topology)
+    _, found = train(stopped, topology)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def cut_after_each_step(config: RunConfig) -> list[int]:
+    loader, found = build_train_loader(config, dp_rank=0, dp_size=1), []
+    for _ in range(config.train.steps):
+        loader.next_step()
+        found.append(loader.cut[0])
+    return found
+
+
+def test_steps_without_an_answer_are_bounded(topology, pretrained: Path, tmp_path: Path) -> None:
+    config = quiet_run(tmp_path, pretrained, "q" * 8)
+    with trainer_of(config, topology) as trainer, StopSignal() as stop:
+        with pytest.raises(NonFiniteError, match=r"^No token was trained, or .* in 3 steps in a row, up to step 3 "):
+            trainer.train(stop)
+        assert trainer.counters.consecutive_skips == trainer.counters.skipped_steps == 3

@@ -18,6 +18,7 @@ from fbt_megatron.training.metrics import MetricsLogger, StepRecord, StepTimer, 
 STEP = StepRecord(
     step=1,
     tokens=4096,
+    trained_tokens=4000,
     passes=2,
     loss=6.0,
     losses=(2.0, 4.0),
@@ -80,6 +81,7 @@ def test_a_step(tmp_path: Path) -> None:
     expected = {
         "step": 1,
         "tokens": 4096,
+        "trained_tokens": 4000,
         "passes": 2,
         "loss": 6.0,
         "loss_pass_1": 2.0,
@@ -103,6 +105,13 @@ def test_a_step(tmp_path: Path) -> None:
         "slowest_rank_ratio": 1.25,
     }
     assert list(line.items()) == list(expected.items())
+
+
+def test_a_step_on_conversations_counts_those_that_were_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = Log(tmp_path).write(replace(STEP, cut_conversations=3, cut_tokens=70))
+    place = list(line).index("skipped_documents")
+    assert list(line.items())[place + 1 : place + 3] == [("cut_conversations", 3), ("cut_tokens", 70)]
+    assert "| cut conversations 3" in capsys.readouterr().out
 
 
 def test_a_validation(tmp_path: Path) -> None:
