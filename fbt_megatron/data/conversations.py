@@ -103,14 +103,21 @@ class ConversationLines:
 
 
 def open_conversations(
-    data: DataConfig, section: Literal["train", "validation"], *, vocab_size: int, on_error: Literal["stop", "skip"]
+    data: DataConfig,
+    section: Literal["train", "validation"],
+    *,
+    vocab_size: int,
+    on_error: Literal["stop", "skip"],
+    key: str | None = None,
 ) -> DocumentDataset:
     """Find the conversations of `data.train` or `data.validation`; reads all files once.
+
+    `key` names the setting in messages, where it is not that of the configuration.
 
     Raises:
         DataError: none are there, or the tokenizer has no chat template or more ids than the model.
     """
-    key = f"data.{section}"
+    key = key or f"data.{section}"
     assert data.tokenizer is not None, key  # the configuration is checked before this
     tokenizer = load_tokenizer(data.tokenizer)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
