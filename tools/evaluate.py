@@ -113,7 +113,7 @@ def evaluate(loaded: LoadedModel, arguments: argparse.Namespace, launch: Launch 
     has_feedback = loaded.model.fusion != "none"
     passes = arguments.passes or (FUSED_PASSES if has_feedback else 1)
     pieces, total, token_bytes, data = _together(
-        launch, lambda: _rows(loaded) if arguments.rows else _documents(loaded, arguments)
+        launch, lambda: _rows(loaded, arguments) if arguments.rows else _documents(loaded, arguments)
     )
     share = None if total is None else total // launch.world_size
     with tqdm(total=share, unit="tok", unit_scale=True, disable=launch.rank > 0 or None, file=sys.stderr) as bar:
@@ -170,15 +170,18 @@ def _check_tokenizer(loaded: LoadedModel, dataset: DocumentDataset, key: str, sp
 def _chat_data(loaded: LoadedModel, arguments: argparse.Namespace) -> DataConfig:
     """Tokenizer and template of conversations: those of the run, else those of the model's folder."""
     if loaded.config is not None and loaded.config.data.kind == "chat":
-        data = loaded.config.data
-        return replace(data, tokenizer=arguments.tokenizer or data.tokenizer)
+        data, template = loaded.config.data, loaded.tokenizer.chat_template
+        named = None if template is None else str(template)
+        return replace(data, tokenizer=arguments.tokenizer or data.tokenizer, chat_template=named)
     folder = loaded.tokenizer.folder
     return DataConfig(kind="chat", tokenizer=arguments.tokenizer or ("bytes" if folder is None else str(folder)))
 
 
-def _rows(loaded: LoadedModel) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
+def _rows(loaded: LoadedModel, arguments: argparse.Namespace) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
     """The same for the rows of the run's own validation."""
     config = loaded.config
+    if config is not None and config.data.kind == "chat":
+        config = replace(config, data=_chat_data(loaded, arguments))
     loader = None if config is None else build_validation_loader(config, dp_rank=0, dp_size=1)
     if config is None or loader is None:
         raise DataError(f"--rows: {loaded.path} belongs to no run with data.validation. Name documents with --data.")
