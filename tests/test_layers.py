@@ -40,7 +40,7 @@ OWNERS = {
     "webdataset": ("data/",),
     "jinja2": ("data/chat_template.py",),
     "tokenizers": ("data/", "hf/tokenizer_files.py"),
-    "transformers": (*SHIPPED, "evaluation/harness_model.py"),
+    "transformers": SHIPPED,
     "lm_eval": ("evaluation/harness.py", "evaluation/harness_model.py"),
     "math_verify": ("evaluation/answers.py",),
     "safetensors": ("hf/safetensors_files.py",),

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fbt_megatron.config.schema import DataConfig
+from fbt_megatron.data.conversations import open_conversations
 from fbt_megatron.data.dataset import DocumentDataset, open_dataset
 from fbt_megatron.data.format import DATASET_FILE
 from fbt_megatron.data.loader import build_validation_loader
@@ -110,7 +113,7 @@ def evaluate(loaded: LoadedModel, arguments: argparse.Namespace, launch: Launch 
     has_feedback = loaded.model.fusion != "none"
     passes = arguments.passes or (FUSED_PASSES if has_feedback else 1)
     pieces, total, token_bytes, data = _together(
-        launch, lambda: _rows(loaded) if arguments.rows else _documents(loaded, arguments)
+        launch, lambda: _rows(loaded, arguments) if arguments.rows else _documents(loaded, arguments)
     )
     share = None if total is None else total // launch.world_size
     with tqdm(total=share, unit="tok", unit_scale=True, disable=launch.rank > 0 or None, file=sys.stderr) as bar:
@@ -136,15 +139,17 @@ def _documents(
     spec = arguments.data or (config.data.validation if config is not None else None)
     if not spec:
         raise DataError(f"{loaded.path} names no data for validation (data.validation). Name some with --data.")
-    dataset = open_dataset(
-        spec,
-        tokenizer=arguments.text_tokenizer or (config.data.tokenizer if config is not None else None),
-        vocab_size=loaded.model.config.vocab_size,
-        key="--data" if arguments.data else "data.validation",
-    )
-    _check_tokenizer(loaded, dataset, "--data" if arguments.data else "data.validation", spec)
+    is_chat = (arguments.kind or (config.data.kind if config is not None else "documents")) == "chat"
+    key, vocab_size = "--data" if arguments.data else "data.validation", loaded.model.config.vocab_size
+    if is_chat:
+        data = replace(_chat_data(loaded, arguments), validation=spec)
+        dataset = open_conversations(data, "validation", vocab_size=vocab_size, on_error="stop", key=key)
+    else:
+        tokenizer = arguments.text_tokenizer or (config.data.tokenizer if config is not None else None)
+        dataset = open_dataset(spec, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
+        _check_tokenizer(loaded, dataset, key, spec)
     pieces = document_pieces(dataset, seq_length=loaded.model.config.seq_length, limit=arguments.limit)
-    total = None if arguments.limit else dataset.num_tokens
+    total = None if arguments.limit or is_chat else dataset.num_tokens  # lines are not encoded before they are read
     return pieces, total, _bytes_of(dataset), spec if isinstance(spec, str) else ", ".join(spec)
 
 
@@ -162,9 +167,21 @@ def _check_tokenizer(loaded: LoadedModel, dataset: DocumentDataset, key: str, sp
     )
 
 
-def _rows(loaded: LoadedModel) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
+def _chat_data(loaded: LoadedModel, arguments: argparse.Namespace) -> DataConfig:
+    """Tokenizer and template of conversations: those of the run, else those of the model's folder."""
+    if loaded.config is not None and loaded.config.data.kind == "chat":
+        data, template = loaded.config.data, loaded.tokenizer.chat_template
+        named = None if template is None else str(template)
+        return replace(data, tokenizer=arguments.tokenizer or data.tokenizer, chat_template=named)
+    folder = loaded.tokenizer.folder
+    return DataConfig(kind="chat", tokenizer=arguments.tokenizer or ("bytes" if folder is None else str(folder)))
+
+
+def _rows(loaded: LoadedModel, arguments: argparse.Namespace) -> tuple[Iterator[Piece], int | None, Tensor | None, str]:
     """The same for the rows of the run's own validation."""
     config = loaded.config
+    if config is not None and config.data.kind == "chat":
+        config = replace(config, data=_chat_data(loaded, arguments))
     loader = None if config is None else build_validation_loader(config, dp_rank=0, dp_size=1)
     if config is None or loader is None:
         raise DataError(f"--rows: {loaded.path} belongs to no run with data.validation. Name documents with --data.")
@@ -233,7 +250,8 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="run directory, step_* folder, or exported folder")
-    add("--data", metavar="DATA", help="folder of shards or tars (default: the run's data.validation)")
+    add("--data", metavar="DATA", help="shards, tars, or .jsonl files of chats (default: the run's data.validation)")
+    add("--kind", choices=("documents", "chat"), help="what the data holds (as the run's; documents for a folder)")
     add("--rows", action="store_true", help="the rows of the run's own validation: the losses of its metrics.jsonl")
     add("--passes", type=int, metavar="N", help=f"passes 1 to N ({FUSED_PASSES}; 1 without feedback)")
     add("--skip-soft", action="store_true", help="leave out mode soft, which goes token by token")
@@ -249,8 +267,8 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.rows and (arguments.data or arguments.limit):
-        parser.error("--rows takes the run's validation as it is: leave --data and --limit out")
+    if arguments.rows and (arguments.data or arguments.limit or arguments.kind):
+        parser.error("--rows takes the run's validation as it is: leave --data, --limit and --kind out")
     return arguments
 
 

@@ -13,13 +13,14 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fbt_megatron.errors import DecodeError, FBTError, report
+from fbt_megatron.errors import DataError, DecodeError, FBTError, report
+from fbt_megatron.hf.tokenizer_files import open_template
 from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -94,10 +95,10 @@ def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings:
         if not line.strip():
             continue
         said = [*messages, {"role": "user", "content": line}]
-        ids = tuple(encode(said) if encode else loaded.encode(line))
         try:
+            ids = tuple(encode(said) if encode else loaded.encode(line))
             answers = [_answer(mode, generators, replace(settings, prompt=ids)) for mode in generators]
-        except DecodeError as error:  # the next line may fit
+        except (DataError, DecodeError) as error:  # the next line may fit
             report(error)
             continue
         if chat:
@@ -232,25 +233,15 @@ def _prompt_of_json(line: str, where: str) -> str:
     return prompt
 
 
-def _chat_encoder(loaded: LoadedModel) -> Any:
-    """A function from messages to ids by the tokenizer's own chat template; raises DecodeError where it has none."""
-    from transformers import PreTrainedTokenizerFast
-
-    folder = loaded.tokenizer.folder
-    tokenizer = None if folder is None else PreTrainedTokenizerFast.from_pretrained(folder)
-    if tokenizer is None or not tokenizer.chat_template:
+def _chat_encoder(loaded: LoadedModel) -> Callable[[list[dict[str, str]]], list[int]]:
+    """A function from messages to ids, as in training; raises DecodeError where the model has no chat template."""
+    conversations = open_template(loaded.tokenizer)
+    if conversations is None:
         raise DecodeError(
             f"--chat: the tokenizer of {loaded.path} has no chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json). Use --interactive, which continues a text, or name one with --tokenizer."
         )
-    options = {"verbose": False}  # a prompt that is too long is said where it is refused
-    return partial(
-        tokenizer.apply_chat_template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-        tokenizer_kwargs=options,
-    )
+    return lambda messages: conversations.encode_prompt(conversations.render_prompt(messages, "this conversation"))
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -286,7 +277,7 @@ def _add_sources(group: Any) -> None:
         "--prompts", type=Path, metavar="FILE", help="a prompt per line; .jsonl: strings, or objects with prompt"
     )
     group.add_argument("--interactive", action="store_true", help="continue each line that is typed")
-    group.add_argument("--chat", action="store_true", help="answer each line, with the tokenizer's chat template")
+    group.add_argument("--chat", action="store_true", help="answer each line, with the model's chat template")
 
 
 def _add_modes(group: Any) -> None:
@@ -306,7 +297,7 @@ def _add_sampling(group: Any) -> None:
     add("--seed", type=int, default=0, help="of the first prompt's draws; the next one has the next number")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     add("--eos-id", type=int, action="append", default=[], metavar="ID", help="end at this id as well (repeatable)")
-    add("--ignore-eos", action="store_true", help="do not end at the tokenizer's end-of-text id")
+    add("--ignore-eos", action="store_true", help="do not end at the end-of-text ids of the model")
 
 
 if __name__ == "__main__":

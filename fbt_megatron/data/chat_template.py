@@ -49,6 +49,10 @@ class RenderedChat:
     """Ranges (start, stop) of characters of `text` that the assistant writes, its end-of-turn token included."""
 
 
+_TURN = ({"role": "user", "content": "1 + 1?"}, {"role": ASSISTANT, "content": "2"})
+_PROBES: Sequence[Messages] = (_TURN, ({"role": "system", "content": "Be brief."}, *_TURN))
+
+
 class ChatTemplate:
     """A template and the variables that it is rendered with."""
 
@@ -96,6 +100,31 @@ class ChatTemplate:
                 "its turn. Use a template that does (data.chat_template), inside of {% generation %} if it has that."
             )
         return chat
+
+    def render_prompt(self, messages: Messages, where: str) -> str:
+        """The text of a conversation up to the answer that comes next, what invites the answer included.
+
+        Raises:
+            DataError: the template does not take this conversation.
+        """
+        return _take_marks(self._render(messages, where, invites_answer=True)).text
+
+    def ends_of_turn(self) -> frozenset[str]:
+        """The special tokens that end answers, found in conversations that most templates take; none if it takes none.
+
+        A template with marks may end the last answer of a conversation in another way than the ones before it.
+        """
+        found: set[str] = set()
+        for messages in (*_PROBES, _TURN * 2) if self._is_marked else _PROBES:
+            try:
+                chat = self.render(messages, "a conversation to find the end of a turn")
+            except DataError:
+                continue
+            for start, stop in chat.answers:
+                answer = chat.text[start:stop].rstrip()
+                ends = [token for token in self._control_tokens if answer.endswith(token)]
+                found.update(sorted(ends, key=len)[-1:])
+        return frozenset(found)
 
     def _find_answers(self, messages: Messages, whole: str, where: str) -> RenderedChat:
         """The answers in the text of a conversation, by rendering what is before and up to each."""

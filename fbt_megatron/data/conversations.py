@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -29,6 +30,8 @@ _LINE = "jsonl"
 _ROLES = ("system", "developer", "user", ASSISTANT)
 
 IntArray = NDArray[np.int64]
+
+_SOME_ANSWER = "A"
 
 
 class ConversationLines:
@@ -72,6 +75,40 @@ class ConversationLines:
     def damaged(self, location: str, reason: str) -> DataError:
         return DataError(f"{location}: has changed since the data set was opened ({reason}). Start the run again.")
 
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """Ids of the special tokens that end an answer."""
+        return frozenset(self.encode_text(token)[-1] for token in self._template.ends_of_turn())
+
+    @property
+    def template_source(self) -> str:
+        """Text of the template."""
+        return self._template.source
+
+    def render_prompt(self, messages: Messages, where: str, *, begun: str = "") -> str:
+        """A conversation up to the answer that comes next and begins with `begun`, for the two functions below.
+
+        Raises:
+            DataError: a message is not of the kind that is trained, or the template does not take the conversation.
+        """
+        parsed = [_parse_message(message, f"{where}: messages[{number}]") for number, message in enumerate(messages)]
+        kept = [{name: self._as_text(text) for name, text in message.items()} for message in parsed]
+        return self._template.render_prompt(kept, where) + self._as_text(begun)
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a rendered text, in which special tokens count as such where there is no cut."""
+        return [token for part in text.split(CUT) for token in self._tokenizer.encode_with_controls(part)[0]]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text of `render_prompt`: those that come in training before an answer that begins with a letter.
+
+        Tokenizers may divide white space in front of a word in another way than at the end of a text.
+        """
+        before, cut, last = text.rpartition(CUT)
+        ids, ranges = self._tokenizer.encode_with_controls(last + _SOME_ANSWER)
+        kept = next((place for place, (_, stop) in enumerate(ranges) if stop > len(last)), len(ids))
+        return (self.encode_text(before) if cut else []) + ids[:kept]
+
     def encode(self, messages: Messages, where: str) -> Decoded:
         """Token ids of a conversation, trained where all text of a token is the assistant's.
 
@@ -103,14 +140,21 @@ class ConversationLines:
 
 
 def open_conversations(
-    data: DataConfig, section: Literal["train", "validation"], *, vocab_size: int, on_error: Literal["stop", "skip"]
+    data: DataConfig,
+    section: Literal["train", "validation"],
+    *,
+    vocab_size: int,
+    on_error: Literal["stop", "skip"],
+    key: str | None = None,
 ) -> DocumentDataset:
     """Find the conversations of `data.train` or `data.validation`; reads all files once.
+
+    `key` names the setting in messages, where it is not that of the configuration.
 
     Raises:
         DataError: none are there, or the tokenizer has no chat template or more ids than the model.
     """
-    key = f"data.{section}"
+    key = key or f"data.{section}"
     assert data.tokenizer is not None, key  # the configuration is checked before this
     tokenizer = load_tokenizer(data.tokenizer)
     if not isinstance(tokenizer, HuggingFaceTokenizer):

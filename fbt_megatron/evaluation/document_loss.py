@@ -3,6 +3,8 @@
 A piece is as much of a document as a row of the training holds: S tokens that are read, and the one after them. Its
 first token is the prompt: it is plain, has no context and is not predicted. Pass 1 is mode standard, pass N mode fused
 with N passes; in mode soft every token but the first is fused with the state before it, however many there are.
+
+Of a conversation only what is trained counts: the tokens of its answers. The others are context.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import compress, islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +26,10 @@ from fbt_megatron.errors import DataError
 from fbt_megatron.evaluation.statistics import ratio_error
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.model import DecoderModel
-from fbt_megatron.inference.scoring import Pair, score, score_each_pass
+from fbt_megatron.inference.scoring import Pair, Score, score, score_each_pass
 from fbt_megatron.parallel.collectives import agree_on_errors, gather_objects
+
+Value = TypeVar("Value")
 
 _SORTED_BATCHES = 16
 """Batches whose pieces are sorted by length together, so that little is computed on padding."""
@@ -32,12 +37,26 @@ _SORTED_BATCHES = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one document: the first is given, the others are predicted."""
+    """Consecutive tokens of one document: the first is given, the others are predicted, or those of them that count."""
 
     document: int
     """Its number, from 0; pieces of a document have the same."""
     tokens: tuple[int, ...]
     """2 to S + 1 ids."""
+    counted: tuple[bool, ...] | None = None
+    """Whether each token but the first is among the predicted ones, one of them at least; None: all of them."""
+
+    @classmethod
+    def counting(cls, document: int, tokens: Sequence[int], counted: Sequence[bool]) -> Piece | None:
+        """The piece of which these tokens behind the first count; None where none does."""
+        assert len(counted) == len(tokens) - 1, (len(counted), len(tokens))
+        if not any(counted):
+            return None
+        return cls(document, tuple(tokens), None if all(counted) else tuple(counted))
+
+    def pick(self, values: Sequence[Value]) -> list[Value]:
+        """Of `values`, one for each token but the first, those of the predicted tokens."""
+        return list(values if self.counted is None else compress(values, self.counted))
 
 
 @dataclass(frozen=True)
@@ -72,12 +91,18 @@ class DocumentLosses:
 def document_pieces(dataset: DocumentDataset, *, seq_length: int, limit: int | None = None) -> Iterator[Piece]:
     """Pieces of the first `limit` documents in stored order, each document cut from its own start at stride S.
 
-    So every token of a document but its first is predicted once.
+    So every token of a document but its first is predicted once. Of a conversation it is every trained token, and what
+    is behind its first S + 1 tokens is left out, because answers without their question are not trained.
     """
     spans = (Span(number, 0, shard.num_documents) for number, shard in enumerate(dataset.shards) if shard.num_documents)
     documents = (read for span in spans for read in dataset.read(span))
     for number, document in enumerate(islice(documents, limit)):
         tokens = document.tokens.tolist()
+        if document.trained is not None:
+            counted = document.trained[1 : seq_length + 1].tolist()
+            piece = Piece.counting(number, tokens[: seq_length + 1], counted)
+            yield from () if piece is None else (piece,)
+            continue
         for start in range(0, len(tokens) - 1, seq_length):
             yield Piece(number, tuple(tokens[start : start + seq_length + 1]))
 
@@ -85,15 +110,18 @@ def document_pieces(dataset: DocumentDataset, *, seq_length: int, limit: int | N
 def row_pieces(batches: Iterable[Sequence[TrainBatch]]) -> Iterator[Piece]:
     """Pieces of packed rows: a document begins with each row, so one that goes over a row's end counts as two.
 
-    They give the losses of the rows themselves where attention stays inside documents.
+    What is no label is not predicted, and padding never is one. They give the losses of the rows themselves where
+    attention stays inside documents.
     """
     number = 0
     for micro_batches in batches:
         for batch in micro_batches:
             for row in zip(batch.tokens.tolist(), batch.labels.tolist(), batch.document_ids.tolist(), strict=True):
-                for tokens in _documents_of(*row):
-                    yield Piece(number, tokens)
-                    number += 1
+                for tokens, counted in _documents_of(*row):
+                    piece = Piece.counting(number, tokens, counted)
+                    if piece is not None:
+                        yield piece
+                        number += 1
 
 
 def document_losses(
@@ -145,10 +173,12 @@ def _sums_of_batches(
         pairs: list[Pair] = [(piece.tokens[:1], piece.tokens[1:]) for piece in batch]
         columns = []
         for number, after in enumerate(score_each_pass(fused, pairs)):
-            columns.append([one.total for one in after.scores])
-            sums.deltas[number] += 0.0 if after.hidden_deltas is None else math.fsum(after.hidden_deltas)
+            columns.append(_totals(batch, after.scores))
+            if after.hidden_deltas is not None:
+                of_pieces = zip(batch, after.hidden_deltas, strict=True)
+                sums.deltas[number] += math.fsum(delta for piece, own in of_pieces for delta in piece.pick(own))
         if decoder is not None:
-            columns.append([one.total for one in score(decoder, pairs)])
+            columns.append(_totals(batch, score(decoder, pairs)))
         sums.add(batch, columns, token_bytes)
         progress(sum(len(continuation) for _, continuation in pairs))
         yield batch_number, sums
@@ -179,10 +209,11 @@ class _Sums:
     def add(self, batch: Sequence[Piece], columns: list[list[float]], token_bytes: Tensor | None) -> None:
         """Count pieces with their log-likelihoods, a column for each mode."""
         self._documents.append(np.array([piece.document for piece in batch]))
-        self._sizes.append(np.array([len(piece.tokens) - 1 for piece in batch], dtype=np.float64))
+        predicted = [piece.pick(piece.tokens[1:]) for piece in batch]
+        self._sizes.append(np.array([len(tokens) for tokens in predicted], dtype=np.float64))
         self._nats.append(-np.array(columns))
         if token_bytes is not None:
-            self._num_bytes += sum(int(token_bytes[list(piece.tokens[1:])].sum()) for piece in batch)
+            self._num_bytes += sum(int(token_bytes[tokens].sum()) for tokens in predicted)
 
     def result(self, modes: list[DecodeMode], *, knows_bytes: bool) -> DocumentLosses:
         """Means of all that was added."""
@@ -211,16 +242,20 @@ def _mode_of_pass(number: int) -> DecodeMode:
     return DecodeMode.of("standard") if number == 1 else DecodeMode.of("fused", prefill_passes=number)
 
 
-def _documents_of(tokens: list[int], labels: list[int], documents: list[int]) -> Iterator[tuple[int, ...]]:
-    """The parts of one packed row [S] that predict something, each with the label after its last token."""
+def _totals(batch: Sequence[Piece], scores: Sequence[Score]) -> list[float]:
+    """Log-likelihood of the predicted tokens of each piece."""
+    return [math.fsum(piece.pick(found.logprobs)) for piece, found in zip(batch, scores, strict=True)]
+
+
+def _documents_of(tokens: list[int], labels: list[int], documents: list[int]) -> Iterator[tuple[list[int], list[bool]]]:
+    """The documents of one packed row [S], each with the label after its last token, and which tokens are labels."""
     start = 0
     for end in range(1, len(tokens) + 1):
         if end < len(tokens) and documents[end] == documents[start]:
             continue
         after = [label for label in labels[end - 1 : end] if label != IGNORE_INDEX]
-        # A row without data has no labels at all, and a document of one token none of its own.
-        if labels[start] != IGNORE_INDEX:
-            yield (*tokens[start:end], *after)
+        counted = [label != IGNORE_INDEX for label in labels[start : end - 1]]
+        yield [*tokens[start:end], *after], [*counted, *(True for _ in after)]
         start = end
 
 

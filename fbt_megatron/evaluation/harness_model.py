@@ -20,8 +20,10 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
+from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation.benchmark import draw_seed
+from fbt_megatron.hf.tokenizer_files import open_template
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -118,12 +120,15 @@ class FBTHarnessModel(TemplateLM):
         return self._loaded.tokenizer.tokenizer.fingerprint
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer as transformers has it, with the chat template; None for raw bytes."""
-        from transformers import PreTrainedTokenizerFast
-
-        folder = self._loaded.tokenizer.folder
-        return None if folder is None else PreTrainedTokenizerFast.from_pretrained(folder)
+    def _conversations(self) -> ConversationLines:
+        found = open_template(self._loaded.tokenizer)
+        if found is None:
+            raise EvaluationError(
+                f"--apply_chat_template: the tokenizer of {self._loaded.path} has no chat template "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json). Leave it out, or name another "
+                "tokenizer."
+            )
+        return found
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say about the model."""
@@ -137,31 +142,27 @@ class FBTHarnessModel(TemplateLM):
         }
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The tokenizer's template; raises EvaluationError where it has none."""
-        if chat_template and not getattr(self.tokenizer, "chat_template", None):
+        """The template of the model; raises EvaluationError where it has none, or one is asked for by name."""
+        if isinstance(chat_template, str):
             raise EvaluationError(
-                f"--apply_chat_template: the tokenizer of {self._loaded.path} has no chat template "
-                "(chat_template.jinja, or chat_template in tokenizer_config.json). Leave it out, or name another "
-                "tokenizer."
+                f"--apply_chat_template {chat_template}: a model has one template here, that of its training or of "
+                "its tokenizer's folder. Leave the name out."
             )
-        return super().chat_template(chat_template)
+        return self._conversations.template_source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as one text, in which special tokens are taken for what they are."""
+        """The conversation as one text, in which special tokens count where the template has written them.
+
+        Without `add_generation_prompt` the last message is the beginning of the answer.
+        """
         self._uses_chat_template = True
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        said, begun = (chat_history, "") if add_generation_prompt else (chat_history[:-1], chat_history[-1]["content"])
+        return self._conversations.render_prompt(said, "a conversation of the task", begun=begun)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, begun as the documents of the training are unless `add_special_tokens` is False."""
         if self._uses_chat_template:
-            return list(self.tokenizer.encode(string, add_special_tokens=False))
+            return self._conversations.encode_text(string)
         if add_special_tokens is False:
             return self._loaded.tokenizer.tokenizer.encode(string)
         return self._loaded.encode(string)
@@ -247,7 +248,8 @@ class FBTHarnessModel(TemplateLM):
             sampling["temperature"] = 0.0
         elif "temperature" not in settings:
             sampling["temperature"] = 1.0
-        ids = self.tok_encode(context) or [self.prefix_token_id]
+        encode = self._conversations.encode_prompt if self._uses_chat_template else self.tok_encode
+        ids = encode(context) or [self.prefix_token_id]
         return Request(
             tuple(self._cut(ids, room)),
             max_tokens,

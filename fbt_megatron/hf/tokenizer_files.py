@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fbt_megatron.config.schema import DataConfig
 from fbt_megatron.data import storage
+from fbt_megatron.data.chat_template import load_chat_template
+from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.data.dataset import DocumentDataset
 from fbt_megatron.data.format import DATASET_FILE, DatasetInfo, dataset_from_json
 from fbt_megatron.data.shards import Described
@@ -46,6 +48,10 @@ class ModelTokenizer:
     tokenizer: Tokenizer
     add_bos: bool
     folder: Path | None
+    chat_template: Path | None = None
+    """File with the template of its conversations, where it is not the folder's own."""
+    turn_ids: frozenset[int] = frozenset()
+    """Ids that end an answer, where the model was trained on conversations."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,12 @@ def find_tokenizer(data: DataConfig, named: str | None, *, beside: Path, vocab_s
     """The tokenizer that `named` (a path, `bytes`, or `none`) says; None for `none`.
 
     Without it that of the folder `beside` the checkpoints, where an imported model has its own, else that of the run's
-    data. Raises CheckpointError where none is found or it has more ids than the model, DataError where it is damaged.
+    data. With it comes the template of a run on conversations. Raises CheckpointError where none is found or it has
+    more ids than the model, DataError where it, or the template, is damaged or not there.
     """
     if named == NO_TOKENIZER:
         return None
-    described = _described(data)
+    described = None if data.kind == "chat" else _described(data)
     own = str(beside) if (beside / TOKENIZER_FILE).is_file() else None
     spec = named or own or data.tokenizer or (None if described is None else _spec_of(*described))
     if spec is None:
@@ -86,7 +93,46 @@ def find_tokenizer(data: DataConfig, named: str | None, *, beside: Path, vocab_s
         )
     path = Path(spec)
     folder = None if spec == "bytes" else path if path.is_dir() else path.parent
-    return ModelTokenizer(tokenizer, _adds_bos(tokenizer, folder, described), folder)
+    found = ModelTokenizer(tokenizer, _adds_bos(tokenizer, folder, described), folder)
+    return found if data.kind != "chat" else _with_trained_template(found, data, named)
+
+
+def _with_trained_template(found: ModelTokenizer, data: DataConfig, named: str | None) -> ModelTokenizer:
+    """The tokenizer of a run on conversations with the run's template.
+
+    A folder that the user names may hold it where the file of the run is not at hand.
+    """
+    file = None if data.chat_template is None else Path(data.chat_template)
+    if file is not None and not file.is_file():
+        if named is None:
+            raise DataError(
+                f"data.chat_template={file}: the template that the run was trained with is not there. Put it back, or "
+                f"name with --tokenizer a folder that holds it as {CHAT_TEMPLATE_FILE} beside {TOKENIZER_FILE}."
+            )
+        file = None
+    found = replace(found, chat_template=file)
+    conversations = open_template(found)
+    if conversations is None:
+        raise DataError(
+            f"tokenizer {found.folder or 'bytes'} has no chat template, but the run was trained with one (data.kind: "
+            f"chat). Name with --tokenizer a folder that holds it as {CHAT_TEMPLATE_FILE} beside {TOKENIZER_FILE}."
+        )
+    return replace(found, turn_ids=conversations.end_ids)
+
+
+def open_template(found: ModelTokenizer) -> ConversationLines | None:
+    """What renders and encodes conversations as in training; None for raw bytes and where there is no template.
+
+    Raises DataError where the template cannot be read.
+    """
+    tokenizer, folder = found.tokenizer, found.folder
+    if folder is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    has_own = (folder / CHAT_TEMPLATE_FILE).is_file() or read_json(folder, TOKENIZER_CONFIG_FILE).get("chat_template")
+    if found.chat_template is None and not has_own:
+        return None
+    file = None if found.chat_template is None else str(found.chat_template)
+    return ConversationLines(tokenizer, load_chat_template(file, spec=str(folder), tokenizer=tokenizer))
 
 
 def _adds_bos(tokenizer: Tokenizer, folder: Path | None, described: tuple[str, DatasetInfo] | None) -> bool:
@@ -169,6 +215,8 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
     `AutoTokenizer` gives with them the ids of `encode`, after BOS where documents start with it, and no EOS.
     """
     kept = read_json(found.folder, TOKENIZER_CONFIG_FILE)
+    if found.chat_template is not None:
+        kept.pop("chat_template", None)
     if isinstance(found.tokenizer, HuggingFaceTokenizer):
         definition, special = found.tokenizer.definition, found.tokenizer.special_tokens
     else:
@@ -187,16 +235,22 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
         TOKENIZER_FILE: _for_prompts(definition, found),
         TOKENIZER_CONFIG_FILE: json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
     }
-    template = None if found.folder is None else found.folder / CHAT_TEMPLATE_FILE
+    template = found.chat_template or (None if found.folder is None else found.folder / CHAT_TEMPLATE_FILE)
     if template is not None and template.is_file():
         files[CHAT_TEMPLATE_FILE] = template.read_text(encoding="utf-8")
     return files
 
 
 def end_ids(found: ModelTokenizer) -> int | list[int]:
-    """The id that ends a text, or those that a `generation_config.json` beside the tokenizer names."""
+    """The id that ends a text, or those that a `generation_config.json` beside the tokenizer names.
+
+    And those that end an answer, where the model was trained on conversations.
+    """
     stated = read_json(found.folder, GENERATION_FILE).get("eos_token_id")
-    return stated if isinstance(stated, int | list) else found.tokenizer.eos_id
+    ends = stated if isinstance(stated, int | list) else found.tokenizer.eos_id
+    listed = ends if isinstance(ends, list) else [ends]
+    of_turns = sorted(found.turn_ids.difference(listed))
+    return [*listed, *of_turns] if of_turns else ends
 
 
 def special_ids(found: ModelTokenizer, files: Mapping[str, str]) -> SpecialIds:

@@ -47,8 +47,8 @@ class PassScores:
     """A batch after one pass, an entry per pair."""
 
     scores: tuple[Score, ...]
-    hidden_deltas: tuple[float, ...] | None
-    """Sum over the tokens of `||h^(k) - h^(k-1)||_2 / sqrt(H)`, h the state that predicts the token; from pass 2 on."""
+    hidden_deltas: tuple[tuple[float, ...], ...] | None
+    """`||h^(k) - h^(k-1)||_2 / sqrt(H)` for each token, h the state that predicts it; from pass 2 on."""
 
 
 @torch.inference_mode()
@@ -80,7 +80,7 @@ def score_each_pass(decoder: Decoder, pairs: Sequence[Pair]) -> Iterator[PassSco
         deltas = None
         if before is not None:
             moved = (states.double() - before.double()).norm(dim=-1) / math.sqrt(states.shape[-1])
-            deltas = tuple(float(own.sum()) for own in moved.split(sizes))
+            deltas = tuple(tuple(own.tolist()) for own in moved.split(sizes))
         yield PassScores(tuple(_scores(decoder, pairs, states)), deltas)
         before = states
 

@@ -53,7 +53,10 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Ids that end a text: that of the tokenizer, or those that a `generation_config.json` beside it names."""
+        """Ids that end a text: that of the tokenizer, or those that a `generation_config.json` beside it names.
+
+        And those that end an answer, where the run was on conversations.
+        """
         found = end_ids(self.tokenizer)
         return frozenset(found if isinstance(found, list) else [found])
 

@@ -41,7 +41,9 @@ MARKED = (
 )
 PARTS = ["two", " plus", " naïve", "日本", "🙂", ".", " ", "\n", "\n\n", "<", "|", "im_end|>"]
 WORDS = st.lists(st.sampled_from(PARTS), max_size=6)
-CHATS = st.lists(WORDS.map("".join), min_size=2, max_size=5).map(lambda texts: chat(*texts))
+# A spelled token is not what transformers makes of it, on purpose.
+TEXTS = WORDS.map("".join).filter(lambda text: "<|im_end|>" not in text)
+CHATS = st.lists(TEXTS, min_size=2, max_size=5).map(lambda texts: chat(*texts))
 
 
 def lines_of(folder: str, file: Path | None = None) -> ConversationLines:
@@ -141,6 +143,57 @@ def test_ids_are_those_of_transformers(marked: str, messages: list[dict[str, str
     for place in differing:
         assert not trained[place]
         assert bpe(CHATML_TOKENS).decode([ids[place]]).startswith("\n")  # grown together with the header's line end
+
+
+SPELLED = st.lists(st.sampled_from([*PARTS, "<|im_end|>", "<|eot|>"]), max_size=6).map("".join)
+TURNS = st.tuples(SPELLED, st.builds("{}{}".format, st.sampled_from("Apßé日"), SPELLED))
+
+
+@settings(max_examples=60, deadline=None)
+@given(template=st.sampled_from([CHATML, MARKED, HEADERS]), texts=st.lists(TURNS, min_size=1, max_size=3))
+def test_a_prompt_is_what_comes_before_the_answer(
+    prompts: dict[str, ConversationLines], template: str, texts: list[tuple[str, str]]
+) -> None:
+    """Cuts, special tokens and white space of the header are as in training, for answers that begin with a letter."""
+    messages = chat(*[text for pair in texts for text in pair])
+    lines = prompts[template]
+    ids, trained = as_lists(lines.encode(messages, "here"))
+    prompt = lines.encode_prompt(lines.render_prompt(messages[:-1], "here"))
+    assert ids[: len(prompt)] == prompt
+    assert trained[len(prompt) - 1 : len(prompt) + 1] == [False, True]
+    assert np.count_nonzero(np.diff(trained[len(prompt) :])) == (template != HEADERS)  # nothing but the last answer
+    begun = lines.encode_text(lines.render_prompt(messages[:-1], "here", begun=messages[-1]["content"].rstrip()))
+    assert ids[: len(begun) - 1] == begun[:-1]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ConversationLines]:
+    folder = tmp_path_factory.mktemp("prompts")
+    headers = write_tokenizer(folder / "h", bpe(HEADER_TOKENS), HEADERS, bos_token="<|begin|>", eos_token="<|eot|>")
+    chatml = {name: write_chatml(folder / str(n), name) for n, name in enumerate((CHATML, MARKED))}
+    return {template: lines_of(spec) for template, spec in {**chatml, HEADERS: headers}.items()}
+
+
+def test_the_end_of_a_prompt_is_not_that_of_a_text(prompts: dict[str, ConversationLines]) -> None:
+    """Two line ends are one token, but two before a letter."""
+    text = prompts[HEADERS].render_prompt(chat("a"), "here")
+    assert text.endswith("<|/head|>\n\n")
+    assert len(prompts[HEADERS].encode_prompt(text)) == len(prompts[HEADERS].encode_text(text)) + 1
+
+
+LAST_OTHERWISE = MARKED.replace("'<|im_end|>'", "('<|endoftext|>' if loop.last else '<|im_end|>')")
+SYSTEM_FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [(CHATML, {2}), (MARKED, {2}), (LAST_OTHERWISE, {0, 2}), (SYSTEM_FIRST, {2}), ("{{ messages[9].content }}", set())],
+    ids=["chatml", "marked", "last otherwise", "system first", "none"],
+)
+def test_ids_that_end_a_turn(tmp_path: Path, template: str, ends: set[int]) -> None:
+    """Whatever the tokenizer calls EOS."""
+    folder = write_tokenizer(tmp_path, bpe(CHATML_TOKENS), template, eos_token="<|im_start|>")
+    assert lines_of(folder).end_ids == ends
 
 
 def test_rendering_is_that_of_transformers(tmp_path: Path) -> None:

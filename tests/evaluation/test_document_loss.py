@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fbt_megatron.config.schema import DataConfig
 from fbt_megatron.data.batch import IGNORE_INDEX, TrainBatch
+from fbt_megatron.data.conversations import open_conversations
 from fbt_megatron.data.dataset import open_dataset
 from fbt_megatron.data.format import TokenizerInfo
 from fbt_megatron.errors import DataError, DecodeError
@@ -26,6 +28,7 @@ from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.inference.source import load_model
 from fbt_megatron.parallel.launcher import Launch
 from fbt_megatron.parallel.topology import ParallelTopology
+from tests.data.chats import chat, masked_tokens, write_chatml, write_lines
 from tests.data.datasets import write_dataset
 from tests.distributed import free_port, run_distributed
 from tests.evaluation.trained_run import Trained
@@ -37,14 +40,15 @@ TOKEN_BYTES = torch.arange(60) % 4
 STANDARD, SOFT = DecodeMode("standard", 1), DecodeMode("soft", 1)
 
 
-def expected_nats(pair: Pair, tokens: tuple[int, ...], mode: DecodeMode) -> float:
-    """In fp64, each token from all before it."""
+def expected_nats(pair: Pair, tokens: tuple[int, ...], mode: DecodeMode, places: list[int] | None = None) -> float:
+    """In fp64, each token from all before it; of the tokens at `places`, or of all but the first."""
     if mode.name == "fused":
         row = Row(list(tokens), [0] * len(tokens), [-100] * len(tokens))
         logits = row_losses(row, pair.weights, pair.config.model, num_passes=mode.prefill_passes)[-1][2][:-1]
     else:
         logits = reference_logits(pair.config, pair.weights, mode, tokens[:1], tokens[1:-1])
-    return -float(logits.log_softmax(-1)[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].sum())
+    wanted = torch.tensor(places or range(1, len(tokens)))
+    return -float(logits.log_softmax(-1)[wanted - 1, torch.tensor(tokens)[wanted]].sum())
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -73,6 +77,27 @@ def test_losses_are_those_of_the_equations(topology: ParallelTopology, batch_siz
         by_document = [differences[0], differences[1] + differences[2], differences[3]]
         assert one.difference_error == pytest.approx(ratio_error(by_document, [4, 8, 3]), rel=1e-5, abs=1e-9)
     assert len({round(one.loss, 4) for one in found.modes}) == 4
+
+
+def test_only_counted_tokens_are_in_the_means(topology: ParallelTopology) -> None:
+    pair = Pair("glu, windows, untied", topology)
+    places = {tuple(tokens): chosen for tokens, chosen in zip(random_prompts(6, 4, seed=5), ([2, 5], [1]), strict=True)}
+    pieces = [
+        piece
+        for number, (tokens, chosen) in enumerate(places.items())
+        if (piece := Piece.counting(number, tokens, [place in chosen for place in range(1, len(tokens))])) is not None
+    ]
+    assert len(pieces) == 2
+    found = document_losses(pair.exact_model, pieces, num_passes=2, soft=True, token_bytes=TOKEN_BYTES, batch_size=2)
+    num_bytes = sum(tokens[place] % 4 for tokens, chosen in places.items() for place in chosen)
+    assert (found.num_documents, found.num_tokens, found.num_bytes) == (2, 3, num_bytes)
+    assert [one.mode for one in found.modes] == [STANDARD, DecodeMode("fused", 2), SOFT]
+    for one in found.modes:
+        nats = [expected_nats(pair, tokens, one.mode, chosen) for tokens, chosen in places.items()]
+        plain = [expected_nats(pair, tokens, STANDARD, chosen) for tokens, chosen in places.items()]
+        assert one.loss == pytest.approx(sum(nats) / 3, rel=1e-6)
+        differences = [own - other for own, other in zip(nats, plain, strict=True)]
+        assert one.difference_error == pytest.approx(ratio_error(differences, [2, 1]), rel=1e-4, abs=1e-9)
 
 
 def test_what_a_model_without_feedback_has(topology: ParallelTopology) -> None:
@@ -110,6 +135,36 @@ def test_rows_fall_into_documents() -> None:
     batch = TrainBatch(*(torch.tensor(t) for t in (tokens, labels, labels, documents)), rows=torch.arange(3))
     found = [(1, 2), (4, 5, 6), (6, 7), (8, 9, 0)]
     assert list(row_pieces([[batch]])) == [Piece(number, tokens) for number, tokens in enumerate(found)]
+
+
+def test_rows_of_conversations() -> None:
+    """Untrained first and last labels, a part without an answer, padding inside of a row."""
+    none = IGNORE_INDEX
+    tokens = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+    labels = [[none, 3, none, none, 6, 7], [none, none, none, none, none, none], [none, none, 4, none, none, none]]
+    documents = [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
+    batch = TrainBatch(*(torch.tensor(t) for t in (tokens, labels, labels, documents)), rows=torch.arange(3))
+    assert list(row_pieces([[batch]])) == [
+        Piece(0, (1, 2, 3), (False, True)),
+        Piece(1, (4, 5, 6, 7), (False, True, True)),
+        Piece(2, (1, 2, 3, 4), (False, False, True)),
+    ]
+    assert Piece(1, (4, 5, 6, 7), (False, True, True)).pick("abc") == ["b", "c"]
+
+
+def test_of_a_conversation_its_answers_are_predicted(tmp_path: Path) -> None:
+    """Up to the length of a row, as in training."""
+    conversations = [chat("two", "Four.", "why", "two"), chat("a" * 40, "b")]
+    write_lines(tmp_path / "chats.jsonl", conversations)
+    data = DataConfig(kind="chat", validation=str(tmp_path / "chats.jsonl"), tokenizer=write_chatml(tmp_path / "t"))
+    dataset = open_conversations(data, "validation", vocab_size=300, on_error="stop")
+    tokens = masked_tokens(conversations[0])
+    for seq_length in (len(tokens) - 1, 30):
+        (piece,) = document_pieces(dataset, seq_length=seq_length)
+        read = tokens[: seq_length + 1]
+        assert piece.tokens == tuple(token for token, _ in read)
+        assert piece.pick(piece.tokens[1:]) == [token for token, trained in read if trained]
+    assert not list(document_pieces(dataset, seq_length=30, limit=0))
 
 
 def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
