@@ -44,7 +44,7 @@ from fbt_megatron.evaluation.answers import final_expression, final_number, is_e
         (r"\boxed{3\frac{1}{2}}", "7/2"),
         ("The answer is 10/2 apples", "5"),
         ("#### 1/0", "0"),
-        (f"#### 1/{'2' * 5000}", "2" * 5000),
+        pytest.param(f"#### 1/{'2' * 5000}", "2" * 5000, id="too long for Python"),
         (r"\frac{a}{4}", "4"),
         (r"\boxed{\frac{}{2}}", "2"),
         ("####", None),
