@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
+from fractions import Fraction
 
 from fbt_megatron.errors import EvaluationError
 
-_NUMBER = re.compile(r"(?:(?<![\w.)\]])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\d.])\.\d+")
-_ANNOUNCED = re.compile(r".*\banswer\s*(?:is|:)\s*:?\s*(.+)", re.IGNORECASE)
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_NUMBER = re.compile(rf"(?:(?<![\w.)\]])-)?{_DIGITS}|(?<![\d.])\.\d+")
+_FRACTION = re.compile(
+    rf"(?P<minus>(?<![\w.)\]])-)?(?:(?P<whole>\d+)\s+)?(?P<top>{_DIGITS})\s*/\s*(?P<bottom>{_DIGITS})"
+)
+_LATEX_FRACTION = re.compile(r"((?<=\d)\s*)?\\[dt]?frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
+_CLAUSE_END = re.compile(r"[.,;](?:\s|$)|\n|\b(?:because|since)\b")
+_ANNOUNCEMENT = re.compile(r"\banswer[ \t]*(?:is|:)[ \t]*:?", re.IGNORECASE)
+_FORMULA = re.compile(r"\s*(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])|[ \t]*(?:\$([^$\n]+)\$|\\\((.+?)\\\))", re.DOTALL)
+_BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.*?\S)\*\*(?!\w)")
+_MATHEMATICS = re.compile(r"[\d\\$^=+*/<>{}()\[\]]|^[A-Za-z]$")
 _BOXES = ("\\boxed", "\\fbox")
 _WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf)\s*\{[^{}]*[A-Za-z][^{}]*\}")
 _WORD_LENGTH = 4
@@ -30,29 +41,27 @@ def check_math_verify() -> None:
 def final_number(text: str) -> str | None:
     """The number that a text ends up with: after `####` (as in GSM8K), in a box, announced, or else the last one.
 
-    Without thousands separators; None where there is none.
+    Without thousands separators; a fraction in lowest terms. None where there is none.
     """
-    marked = text.rpartition("####")[2] if "####" in text else None
-    announced = _ANNOUNCED.findall(text)
-    for part in (marked, last_boxed(text), announced[-1] if announced else None):
-        if part is not None and (numbers := _NUMBER.findall(part)):
-            return _plain(numbers[0])
-    numbers = _NUMBER.findall(text)
+    marked = text.rpartition("####")[2] if "####" in text else ""
+    for part in (marked, last_boxed(text) or "", *_announced(text)):
+        number = _number_of(part)
+        if number is not None:
+            return number
+    numbers = _NUMBER.findall(_without_marks(text))
     return _plain(numbers[-1]) if numbers else None
 
 
 def final_expression(text: str) -> str | None:
-    """The expression that a solution ends up with: in its last box, or else announced by `answer is`."""
+    """The expression that a solution ends up with: in its last box, or else announced by `answer is`.
+
+    Of several announcements it is the last one of something mathematical, or where none is, the last one.
+    """
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    announced = _ANNOUNCED.findall(text)
-    if not announced:
-        return None
-    line = announced[-1].strip()
-    # A formula in dollars is the answer; otherwise all up to the end of the sentence.
-    formula = re.match(r"\$([^$]+)\$", line)
-    return formula.group(1) if formula else re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip() or None
+    announced = [expression for part in _announced(text) if (expression := _expression_of(part))]
+    return next(filter(_MATHEMATICS.search, announced), announced[0] if announced else None)
 
 
 def last_boxed(text: str) -> str | None:
@@ -82,6 +91,52 @@ def is_equal(expected: str, found: str) -> bool:
     if _WORDS.fullmatch(expected.strip()) or (words.isalpha() and len(words) >= _WORD_LENGTH):
         return words.strip("()").casefold() == others.strip("()").casefold()
     return bool(verify(parse(_as_formula(expected)), parse(_as_formula(found))))
+
+
+def _announced(text: str) -> Iterator[str]:
+    """What follows each `answer is` or `answer:` in its line, or a displayed formula below it; the last one first."""
+    text = _BOLD.sub(r"\1", text)
+    for found in reversed(list(_ANNOUNCEMENT.finditer(text))):
+        formula = _FORMULA.match(text, found.end())
+        end = text.find("\n", formula.end() if formula else found.end())
+        yield text[found.end() : end if end >= 0 else None]
+
+
+def _expression_of(part: str) -> str:
+    """The formula, or all up to the end of the sentence."""
+    formula = _FORMULA.match(part)
+    if formula:
+        return next(group for group in formula.groups() if group is not None).strip()
+    return re.split(r"\.(?:\s|$)", part, maxsplit=1)[0].strip()
+
+
+def _number_of(part: str) -> str | None:
+    """The first number of a part, or in `20 - 5 = 15` what all that is equal to."""
+    for clause in _CLAUSE_END.split(_without_marks(part)):
+        for side in reversed(clause.split("=")):
+            fraction, number = _FRACTION.search(side), _NUMBER.search(side)
+            if fraction and number and fraction.start() <= number.start():
+                return _as_lowest_terms(fraction)
+            if number:
+                return _plain(number.group())
+    return None
+
+
+def _as_lowest_terms(found: re.Match[str]) -> str | None:
+    try:
+        top, bottom = (Fraction(_plain(found[name])) for name in ("top", "bottom"))
+        value = int(found["whole"] or 0) + top / bottom
+        return str(-value if found["minus"] else value)
+    except (ValueError, ZeroDivisionError):  # more digits than Python reads as a number, or a division by zero
+        return None
+
+
+def _without_marks(text: str) -> str:
+    r"""The text without LaTeX in and between its numbers: `1{,}000` and `1,\!000` are 1,000, `\frac12` is 1/2."""
+    text = text.replace("{,}", ",").replace("\\!", "")
+    return _LATEX_FRACTION.sub(
+        lambda found: f"{' ' * (found[1] is not None)}{found[2] or found[3]}/{found[4] or found[5]} ", text
+    )
 
 
 def _plain(number: str) -> str:

@@ -118,6 +118,7 @@ def _request(task: _Task, asking: Asking) -> Request:
         replace(asking.sampling, seed=draw_seed(asking.sampling.seed, task.problem.key, task.sample)),
         eos_ids=asking.eos_ids,
         stop=task.problem.stop,
+        is_over=task.problem.is_over,
     )
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,10 @@ _NO_SANDBOX = (
     "this machine does not let a program be shut off from network and files: {reason}. Allow user namespaces "
     "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp "
     "profile), or run on a machine that has nothing to lose with --isolation limits."
+)
+_NOT_STARTED = (
+    "a program could not be started: {reason}. Look after free memory, processes and space in {folder}; what has been "
+    "answered is kept."
 )
 
 
@@ -65,36 +69,39 @@ class CodeResult:
 
 
 def run_program(text: str, limits: Limits) -> CodeResult:
-    """Run a Python program. Raises EvaluationError where the limits cannot be set on this machine."""
+    """Run a Python program. Raises EvaluationError where it cannot be started with these limits on this machine."""
     token = secrets.token_hex(16)
-    reader, writer = os.pipe()
     try:
-        with tempfile.TemporaryDirectory(prefix="program_") as folder, tempfile.TemporaryFile() as errors:
+        with (
+            _pipe() as (passed, passing),
+            _pipe() as (failure, failing),
+            tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryFile() as errors,
+        ):
             program, work = Path(folder, "program"), Path(folder, "work")
-            program.write_text(f"{text}\n\n__import__('os').write({writer}, {token.encode()!r})\n", encoding="utf-8")
+            program.write_text(f"{text}\n\n__import__('os').write({passing}, {token.encode()!r})\n", encoding="utf-8")
             work.mkdir()
+            start = vars(limits) | {"parent": os.getpid(), "report": failing}
+            deadline = time.monotonic() + limits.wall_seconds
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", sandbox_child.__file__, json.dumps(vars(limits)), str(program)],
+                [sys.executable, "-I", "-S", sandbox_child.__file__, json.dumps(start), str(program)],
                 cwd=work,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=[writer],
+                pass_fds=[passing, failing],
                 start_new_session=True,
                 env={"PATH": os.environ.get("PATH", "")},
             )
-            status = _wait(process, limits.wall_seconds)
+            status = _wait(process, deadline)
+            reached_end, (kind, _, reason) = _read(passed) == token, _read(failure).partition(": ")
             last_line = _last_line(errors.fileno())
-        os.set_blocking(reader, False)
-        written = b""
-        with contextlib.suppress(BlockingIOError):
-            written = os.read(reader, len(token) + 1)
-    finally:
-        os.close(reader)
-        os.close(writer)
-    if status == sandbox_child.UNAVAILABLE:
-        raise EvaluationError(_NO_SANDBOX.format(reason=last_line))
-    return _judge(status, written == token.encode(), last_line, limits)
+    except OSError as error:
+        kind, reason = sandbox_child.NOT_STARTED, str(error)
+    if kind:
+        message = _NO_SANDBOX if kind == sandbox_child.NO_NAMESPACES else _NOT_STARTED
+        raise EvaluationError(message.format(reason=reason, folder=tempfile.gettempdir()))
+    return _judge(status, reached_end, last_line, limits)
 
 
 def run_programs(texts: Sequence[str], limits: Limits, *, at_once: int) -> list[CodeResult]:
@@ -113,9 +120,26 @@ def check_isolation(limits: Limits) -> None:
         )
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: int) -> int | None:
-    """Exit status; None where the program had to be ended. No process of its group is left."""
-    deadline = time.monotonic() + seconds
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    """Both ends of a pipe, to be read without waiting."""
+    ends = os.pipe()
+    try:
+        os.set_blocking(ends[0], False)
+        yield ends
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _read(reader: int) -> str:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(reader, _REASON_BYTES).decode(errors="replace")
+    return ""
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Exit status; None where the time was over. No process of its group is left."""
     ended = None
     try:
         # Its number must stay its own until the group has been ended, so it is looked at and not yet taken away.
@@ -126,7 +150,8 @@ def _wait(process: subprocess.Popen[bytes], seconds: int) -> int | None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
-    return None if ended is None else status
+    ended_itself = status < 0 and time.monotonic() >= deadline
+    return None if ended is None or ended_itself else status
 
 
 def _judge(status: int | None, reached_end: bool, last_line: str, limits: Limits) -> CodeResult:

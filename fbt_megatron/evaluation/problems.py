@@ -6,8 +6,10 @@ pretrained only answer no questions.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +18,13 @@ from typing import Any, ClassVar
 from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation.answers import final_expression, final_number, is_equal, last_boxed
 
-_FENCED = re.compile(r"```[\w+-]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"^ {0,3}```[^`\n]*$", re.MULTILINE)
+"""A line that opens or closes a block, as in Markdown."""
+_CLOSED = re.compile(r"^ {0,3}```|(?<=[^\s`])```[ \t]*$", re.MULTILINE)
+"""Also at the end of the last line of code."""
+_FENCE_STOP = "\n```"
+_STATEMENT_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert")
+_INDENTED = re.compile(r"\s*^(?: {4}|\t)\s*\S", re.MULTILINE)
 
 
 class Problem(ABC):
@@ -30,6 +38,10 @@ class Problem(ABC):
     def __init__(self, record: dict[str, Any], key: str) -> None:
         """Raises KeyError, TypeError or ValueError for a record of another form."""
         self.key = key
+
+    def is_over(self, before: str, stop: str) -> bool:
+        """Whether an answer is over at a text of `stop`, given what it has before that."""
+        return True
 
     @property
     @abstractmethod
@@ -58,11 +70,48 @@ class MathProblem(Problem):
 
 
 class CodeProblem(Problem):
-    """A problem whose answer is a program that has to pass tests."""
+    """A problem whose answer is a program that has to pass tests.
+
+    An answer is the program's text, or has it in a block between two fences (```) with nothing but prose before it.
+    """
+
+    _begun: str = ""
+    """What stands before the program's text."""
 
     @abstractmethod
     def program(self, text: str) -> str:
         """The program of a continuation, with its tests at the end."""
+
+    def is_over(self, before: str, stop: str) -> bool:
+        fence = _FENCE.search(before)
+        in_block = fence is not None and not self._is_code(before[: fence.start()])
+        if stop == _FENCE_STOP:
+            return in_block or self._is_code(before)
+        # In front of a block there may be headings, and a block may begin with what ends a continuation.
+        return stop not in _STATEMENT_STOPS or not before.strip() or (not in_block and self._is_code(before))
+
+    def _code(self, text: str) -> str:
+        """The first block of a text, or all of it up to a fence that closes none."""
+        fence = _FENCE.search(text)
+        if fence is None or self._is_code(text[: fence.start()]):
+            return text if fence is None else text[: fence.start()]
+        block = text[fence.end() + 1 :]
+        closed = _CLOSED.search(block)
+        return block if closed is None else block[: closed.start()]
+
+    def _is_code(self, text: str) -> bool:
+        """Whether a text continues what has begun: it is indented, or can be read as more than words."""
+        if _INDENTED.match(text):
+            return True
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of escapes in the text
+                tree = ast.parse(self._begun + text)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return False
+        first_line = self._begun.count("\n") + 1
+        statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno >= first_line)
+        return any(not _is_words(statement) for statement in statements)
 
 
 class GSM8K(MathProblem):
@@ -100,7 +149,10 @@ class Math(MathProblem):
     def __init__(self, record: dict[str, Any], key: str) -> None:
         super().__init__(record, str(record.get("unique_id", key)))
         self._problem, self._solution = _text(record, "problem"), record.get("solution")
-        answer = record.get("answer") or (last_boxed(self._solution) if isinstance(self._solution, str) else None)
+        answer = record.get("answer")
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)
+        answer = answer or (last_boxed(self._solution) if isinstance(self._solution, str) else None)
         if not isinstance(answer, str):
             raise ValueError("there is neither an answer nor a solution with a box")
         self.expected = answer
@@ -121,30 +173,30 @@ class Math(MathProblem):
 class HumanEval(CodeProblem):
     """`task_id`, `prompt` (a function up to its docstring), `entry_point`, and `test` with a function `check`."""
 
-    stop = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert")
+    stop = (*_STATEMENT_STOPS, _FENCE_STOP)
     max_tokens = 512
 
     def __init__(self, record: dict[str, Any], key: str) -> None:
         super().__init__(record, _text(record, "task_id"))
-        self._prompt, self._test = _text(record, "prompt"), _text(record, "test")
+        self._begun, self._test = _text(record, "prompt"), _text(record, "test")
         self._entry_point = _text(record, "entry_point")
 
     @property
     def prompt(self) -> str:
-        return self._prompt
+        return self._begun
 
     @property
     def solved(self) -> None:
         return None
 
     def program(self, text: str) -> str:
-        return f"{self._prompt}{_code(text)}\n\n{self._test}\n\ncheck({self._entry_point})\n"
+        return f"{self._begun}{self._code(text)}\n\n{self._test}\n\ncheck({self._entry_point})\n"
 
 
 class MBPP(CodeProblem):
     """`task_id`, `text` or `prompt`, `code`, `test_list`; `test_setup_code` or `test_imports` where there are some."""
 
-    stop = ("[DONE]",)
+    stop = ("[DONE]", _FENCE_STOP)
     max_tokens = 512
 
     def __init__(self, record: dict[str, Any], key: str) -> None:
@@ -152,8 +204,8 @@ class MBPP(CodeProblem):
         self._text = _text(record, "text" if "text" in record else "prompt")
         self._solution = _text(record, "code").replace("\r\n", "\n")
         self._tests = _texts(record, "test_list")
-        self._imports = [record["test_setup_code"]] if record.get("test_setup_code") else []
-        self._imports += _texts(record, "test_imports") if "test_imports" in record else []
+        self._imports = _texts(record, "test_imports") if "test_imports" in record else []
+        self._setup = _text(record, "test_setup_code") if record.get("test_setup_code") else ""
 
     @property
     def prompt(self) -> str:
@@ -168,7 +220,8 @@ class MBPP(CodeProblem):
         return f"{self.prompt}{self._solution}\n[DONE]\n\n"
 
     def program(self, text: str) -> str:
-        return "\n".join([*self._imports, _code(text), *self._tests])
+        # What the tests set up may be made of the solution's classes.
+        return "\n".join([*self._imports, self._code(text), self._setup, *self._tests])
 
 
 FORMATS: dict[str, type[Problem]] = {"gsm8k": GSM8K, "math": Math, "humaneval": HumanEval, "mbpp": MBPP}
@@ -219,10 +272,9 @@ def read_shots(path: Path, form: str, count: int, problems: Sequence[Problem]) -
     return "".join(solved)
 
 
-def _code(text: str) -> str:
-    """The first fenced block of a text, or all of it."""
-    fenced = _FENCED.search(text)
-    return fenced.group(1) if fenced else text
+def _is_words(statement: ast.stmt) -> bool:
+    """Whether it may as well be prose, as are `Solution` and `Language: Python`."""
+    return isinstance(statement, ast.Expr) or (isinstance(statement, ast.AnnAssign) and statement.value is None)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +26,8 @@ class Request:
     """Each ends the text and is not part of it."""
     stop: tuple[str, ...] = ()
     """Each ends the text and is not part of it; needs a tokenizer."""
+    is_over: Callable[[str, str], bool] | None = None
+    """Asked with the text before one of `stop`, and that string, whether it ends the text; default: always."""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -135,7 +137,7 @@ class _Live:
         self._number = number
         self._request = request
         self._tokens_left = limit
-        self._text = None if tokenizer is None else TextStream(tokenizer, request.prompt, request.stop)
+        self._text = None if tokenizer is None else TextStream(tokenizer, request.prompt, request.stop, request.is_over)
         self._limit_reason: FinishReason = "length" if limit == request.max_tokens else "context"
         self.finished = False
 

@@ -6,7 +6,7 @@ can neither change with the next token nor turn out to be the beginning of a sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 _PROMPT_TOKENS = 8
@@ -23,23 +23,36 @@ class TextDecoder(Protocol):
 class StopMatcher:
     """Finds the first stop string in a text that arrives in pieces, however it is cut into them."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], is_over: Callable[[str, str], bool] | None = None) -> None:
+        """`is_over` is asked with the text before a stop string, and the string, whether it counts; default: always."""
         self._stops = [stop for stop in stops if stop]
+        self._is_over = is_over
+        self._given = ""
         self._held = ""
         self.stopped = False
 
     def push(self, piece: str) -> str:
         """The text that is certain after `piece`; when a stop string is complete, what stood before it."""
         text = self._held + piece
-        # The one that is complete first, as if every character came alone; of several the longest.
-        found = min(((text.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text), default=None)
-        if found is not None:
-            self.stopped = True
-            self._held = ""
-            return text[: found[0] + found[1]]
+        for place, stop in self._complete(text):
+            if self._is_over is None or self._is_over(self._given + text[:place], stop):
+                self.stopped = True
+                self._held = ""
+                return text[:place]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        certain = text[: len(text) - held]
+        if self._is_over is not None:
+            self._given += certain
+        return certain
+
+    def _complete(self, text: str) -> list[tuple[int, str]]:
+        """Where stop strings stand, in the order in which they would be complete if every character came alone.
+
+        Of those that end together the longest comes first.
+        """
+        found = [(place, stop) for stop in self._stops for place in range(len(text)) if text.startswith(stop, place)]
+        return sorted(found, key=lambda one: (one[0] + len(one[1]), -len(one[1])))
 
     def flush(self) -> str:
         """What was held back, when no more comes."""
@@ -50,11 +63,17 @@ class StopMatcher:
 class TextStream:
     """The text of one request's tokens."""
 
-    def __init__(self, decoder: TextDecoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        is_over: Callable[[str, str], bool] | None = None,
+    ) -> None:
         # Some of the prompt in front, because the first token may read otherwise alone (a space that is left out).
         self._ids = list(prompt[-_PROMPT_TOKENS:])
         self._decoder = decoder
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(stops, is_over)
         self._first, self._read = 0, len(self._ids)
 
     @property

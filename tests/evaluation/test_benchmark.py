@@ -26,6 +26,7 @@ from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
 from fbt_megatron.inference.source import load_model
+from fbt_megatron.inference.text import StopMatcher
 from tests.evaluation.test_problems import HUMANEVAL, written
 from tests.evaluation.trained_run import Trained
 from tools import run_benchmark
@@ -163,6 +164,21 @@ def test_programs_are_graded_by_their_tests(tmp_path: Path) -> None:
     answer(problems, folder, {MODES[0]: Programmer(MODES[0], seq_length=1000)})
     found = sorted(folder.answers().values(), key=lambda one: one.sample)
     assert [(one.correct, one.detail) for one in found] == [(True, None), (False, "AssertionError")]
+
+
+def test_a_program_in_a_block_is_not_cut_by_what_ends_a_continuation(tmp_path: Path) -> None:
+    class Talker(Scripted):
+        def _text(self, request: Request) -> str:
+            matcher = StopMatcher(request.stop, request.is_over)
+            text = "Here it is:\n\n```python\ndef total(numbers):\n    return sum(numbers)\n```\nDone."
+            return "".join(matcher.push(character) for character in text if not matcher.stopped) + matcher.flush()
+
+    problems = read_problems(written(tmp_path / "a.jsonl", HUMANEVAL), "humaneval")
+    folder = ResultsFolder(tmp_path / "out")
+    folder.claim({})
+    answer(problems, folder, {MODES[0]: Talker(MODES[0], seq_length=1000)}, asking=replace(ASKING, num_samples=1))
+    (found,) = folder.answers().values()
+    assert (found.correct, found.text.count("```")) == (True, 1)
 
 
 def test_folders_keep_to_their_settings(tmp_path: Path) -> None:

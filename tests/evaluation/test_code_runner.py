@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +55,8 @@ both = pytest.mark.parametrize(
         ("input()", "failed", "EOFError: EOF when reading a line"),
         ("x = bytearray(3 << 30)", "failed", "MemoryError"),
         ("with open('a', 'wb') as f:\n    for _ in range(40): f.write(bytes(1 << 20))", "failed", "OSError: "),
-        ("import subprocess, sys; subprocess.run(['sudo', '-n', 'true'], check=True)", "failed", ""),
+        ("import sys\nsys.exit(113)", "failed", "exit status 113"),
+        ("import ctypes\nassert ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1, 'new privileges'", "passed", ""),
     ],
 )
 def test_how_programs_end(program: str, outcome: str, reason: str, limits: Limits) -> None:
@@ -130,10 +136,95 @@ def test_nothing_stays_behind() -> None:
     for number, end, limits in [(1, "", SHUT_OFF), (2, "time.sleep(500)", Limits(wall_seconds=2))]:
         mark = f"5123.{time.time_ns()}{number}"
         run_program(leave.format(mark=mark) + end, limits)
-        deadline = time.monotonic() + 60
-        while mark in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda mark=mark: not is_running(mark))
+
+
+def is_running(mark: str) -> bool:
+    return mark in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class Tool:
+    """A process that runs a program which only waits, in a thread as the benchmark does."""
+
+    def __init__(self, limits: Limits, folder: Path) -> None:
+        self.mark = f"5124.{time.time_ns()}"
+        self.folder = folder
+        folder.mkdir()
+        script = (
+            "import sys\nfrom fbt_megatron.evaluation.code_runner import Limits, run_programs\n"
+            f"print(run_programs([sys.stdin.read()], {limits!r}, at_once=1)[0])"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TMPDIR": str(folder)},
+            text=True,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"import subprocess\nsubprocess.run(['sleep', '{self.mark}'])")
+        self.process.stdin.close()
+
+    def has_left_nothing(self) -> bool:
+        return not is_running(self.mark) and not list(self.folder.iterdir())
+
+    def __enter__(self) -> Tool:
+        wait_until(lambda: is_running(self.mark))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@both
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_stays_behind_a_tool_that_is_ended(limits: Limits, number: signal.Signals, tmp_path: Path) -> None:
+    with Tool(limits, tmp_path / "tool") as tool:
+        assert not tool.has_left_nothing()
+        tool.process.send_signal(number)
+        assert tool.process.wait(60) == -number
+        wait_until(tool.has_left_nothing)
+
+
+@both
+def test_time_is_limited_without_the_tool(limits: Limits, tmp_path: Path) -> None:
+    """It stands still, and finds the program ended when it goes on."""
+    with Tool(Limits(wall_seconds=8, namespaces=limits.namespaces), tmp_path / "tool") as tool:
+        tool.process.send_signal(signal.SIGSTOP)
+        wait_until(tool.has_left_nothing)
+        tool.process.send_signal(signal.SIGCONT)
+        assert tool.process.stdout is not None
+        assert tool.process.stdout.read().strip() == str(CodeResult("timeout", "ended after 8 seconds"))
+
+
+def test_a_program_that_outlives_its_tool_at_once(tmp_path: Path) -> None:
+    """The tool ends before its child can ask to be told: the child sees that it has another parent."""
+    folder = tmp_path / "program_1"
+    (folder / "work").mkdir(parents=True)
+    (folder / "program").write_text("import time\ntime.sleep(500)")
+    reader, writer = os.pipe()
+    start = vars(LIMITED) | {"parent": 1, "report": writer}
+    try:
+        found = subprocess.run(
+            [sys.executable, "-I", "-S", sandbox_child.__file__, json.dumps(start), str(folder / "program")],
+            cwd=folder / "work",
+            pass_fds=[writer],
+            start_new_session=True,
+            timeout=60,
+        )
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert found.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_at_once_come_in_order() -> None:
@@ -152,3 +243,21 @@ def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch
     assert run_program("pass", LIMITED).passed
     with pytest.raises(EvaluationError, match="an empty program did not run within the limits"):
         check_isolation(Limits(memory_mib=1, namespaces=False))
+
+
+@both
+def test_what_keeps_a_program_from_its_start_is_not_its_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limits: Limits
+) -> None:
+    script = Path(sandbox_child.__file__).read_text()
+    for old, new in [('open("program.py"', 'open("missing/program.py"'), ("[sys.executable,", "['missing',")]:
+        assert old in script
+        (tmp_path / "child.py").write_text(
+            script.replace(old, new).replace("execve(sys.executable", "execve('missing'")
+        )
+        monkeypatch.setattr(code_runner.sandbox_child, "__file__", str(tmp_path / "child.py"))
+        with pytest.raises(EvaluationError, match=r"a program could not be started: .*No such file"):
+            run_program("pass", limits)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(EvaluationError, match=r"a program could not be started: .*No such file"):
+        run_program("pass", limits)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fbt_megatron.errors import EvaluationError
-from fbt_megatron.evaluation.code_runner import Limits, run_program
+from fbt_megatron.evaluation.code_runner import CodeResult, Limits, run_program
 from fbt_megatron.evaluation.problems import FORMATS, CodeProblem, MathProblem, Problem, read_problems, read_shots
+from fbt_megatron.inference.text import StopMatcher
 
 GSM8K = {"question": "What is 600 + 400?", "answer": "600 + 400 = <<600+400=1000>>1000.\n#### 1,000"}
 MATH_500 = {
@@ -44,6 +45,33 @@ SANITIZED = {
 }
 
 
+BODY = "    return sum(numbers)\n"
+WHOLE = "def total(numbers):\n    return sum(numbers)\n"
+ADD = "def add(a, b):\n    return a + b\n"
+NODES = {
+    "task_id": 927,
+    "text": "Write a function to find the height of a tree.",
+    "code": "class Node:\n    def __init__(self, left=None):\n        self.left = left\n"
+    "def height(node):\n    return 0 if node is None else 1 + height(node.left)",
+    "test_list": ["assert height(root) == 2"],
+    "test_setup_code": "root = Node()\nroot.left = Node()",
+}
+
+
+def answered(problem: Problem, text: str) -> str:
+    """What is left of a model's text, as the generator stops it."""
+    found = []
+    for size in (1, 7, len(text) or 1):
+        matcher = StopMatcher(problem.stop, problem.is_over)
+        parts = []
+        for start in range(0, len(text), size):
+            if not matcher.stopped:
+                parts.append(matcher.push(text[start : start + size]))
+        found.append("".join(parts) + matcher.flush())
+    assert found[1:] == found[:-1]
+    return found[0]
+
+
 def written(path: Path, *records: Any) -> Path:
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     return path
@@ -61,6 +89,9 @@ def read_one(tmp_path: Path, form: str, record: dict[str, Any]) -> Problem:
         ("math", MATH_500, "test/algebra/1.json", "Problem:\nHalf of one?\n\nSolution:", "\\frac12"),
         ("math", {k: MATH_500[k] for k in ("problem", "solution")}, "1", None, "\\frac12"),
         ("math", {k: MATH_500[k] for k in ("problem", "answer")}, "1", None, "\\frac12"),
+        ("math", {"problem": "a", "answer": 5}, "1", None, "5"),
+        ("math", {"problem": "a", "answer": 0}, "1", None, "0"),
+        ("math", {"problem": "a", "answer": 0.5}, "1", None, "0.5"),
     ],
 )
 def test_mathematical_problems(
@@ -83,7 +114,7 @@ def test_mathematical_problems(
     ("form", "record", "right"),
     [
         ("humaneval", HUMANEVAL, HUMANEVAL["canonical_solution"]),
-        ("humaneval", HUMANEVAL, "```python\ndef total(numbers):\n    return sum(numbers)\n```\nDone."),
+        ("humaneval", HUMANEVAL, f"```python\n{WHOLE}```\nDone."),
         ("mbpp", MBPP, MBPP["code"]),
         ("mbpp", SANITIZED, SANITIZED["code"] + "\n"),
         ("mbpp", MBPP, "Here:\n```\ndef add(a, b): return a + b\n"),
@@ -93,7 +124,8 @@ def test_programs(tmp_path: Path, form: str, record: dict[str, Any], right: str)
     problem = read_one(tmp_path, form, record)
     assert isinstance(problem, CodeProblem)
     limits = Limits(namespaces=False)
-    assert run_program(problem.program(right), limits).passed
+    for text in {right, answered(problem, right)}:
+        assert run_program(problem.program(text), limits).passed
     for wrong in (
         "",
         "    return None\n",
@@ -101,6 +133,48 @@ def test_programs(tmp_path: Path, form: str, record: dict[str, Any], right: str)
         "import sys\nsys.exit(0)\n",
     ):
         assert not run_program(problem.program(wrong), limits).passed
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "text"),
+    [
+        ("humaneval", HUMANEVAL, f"{BODY}```\n\nThis function returns the sum.\n```python\nprint(total([1]))\n```"),
+        ("humaneval", HUMANEVAL, f"    # all of them\n{BODY}\n```python\nprint(total([1])"),
+        ("humaneval", HUMANEVAL, f"# all of them\n{BODY}```\nwhich it is"),
+        ("humaneval", HUMANEVAL, f"{BODY}\n\ndef other():\n    return ("),
+        ("humaneval", HUMANEVAL, f"Solution\n\n# In Python\n\n```\n{WHOLE}```\nThis sums the numbers:\n```\n3\n```"),
+        ("humaneval", HUMANEVAL, f"Language: Python\n```python\n# It sums.\n@staticmethod\n{WHOLE}\n\n{WHOLE}"),
+        ("humaneval", HUMANEVAL, f'    """In\n    ```\n    total([1])\n    ```\n    """\n{BODY}```\nDone.'),
+        ("humaneval", HUMANEVAL, f"```python\n{WHOLE.rstrip()}```\nDone."),
+        ("humaneval", HUMANEVAL, WHOLE),
+        ("mbpp", MBPP, MBPP["code"] + "\n```\n"),
+        ("mbpp", MBPP, f"{ADD}```\nIt adds:\n```python\nadd(1, 2)\n```\n"),
+        ("mbpp", MBPP, f"Here is it:\n\n```python\n{ADD}[DONE]\n\nYou are an expert"),
+        ("mbpp", NODES, NODES["code"]),
+    ],
+)
+def test_programs_are_what_a_text_has_of_code(tmp_path: Path, form: str, record: dict[str, Any], text: str) -> None:
+    """As the generator stops it: behind a continuation or a block, not in front of a block."""
+    problem = read_one(tmp_path, form, record)
+    assert isinstance(problem, CodeProblem)
+    stopped = answered(problem, text)
+    assert run_program(problem.program(stopped), Limits(namespaces=False)) == CodeResult("passed", "")
+    assert text.startswith(stopped)
+
+
+@pytest.mark.parametrize(
+    ("text", "stopped"),
+    [
+        (f"{BODY}```\nand so on", BODY.rstrip()),
+        (f"```\n{BODY}```\nand so on", f"```\n{BODY.rstrip()}"),
+        (f"Here:\n\n```\n{BODY}\n# end\n```\nand so on", f"Here:\n\n```\n{BODY}\n# end"),
+        ("\ndef total(numbers):\n    return 0\n", ""),
+        ("    pass\n\n\nprint(total([]))", "    pass\n\n"),
+        ("    if True:\n        return 5 +\n\nclass A", "    if True:\n        return 5 +\n"),
+    ],
+)
+def test_where_a_program_is_over(tmp_path: Path, text: str, stopped: str) -> None:
+    assert answered(read_one(tmp_path, "humaneval", HUMANEVAL), text) == stopped
 
 
 def test_prompts_with_examples(tmp_path: Path) -> None:
@@ -130,6 +204,7 @@ def test_prompts_with_examples(tmp_path: Path) -> None:
         ("gsm8k", '{"question": "a", "answer": "5"}', "answer has no number after ####"),
         ("gsm8k", '{"question": 1, "answer": "#### 5"}', "question is no text"),
         ("math", '{"problem": "a"}', "there is neither an answer nor a solution with a box"),
+        ("math", '{"problem": "a", "answer": true}', "there is neither an answer nor a solution with a box"),
         ("mbpp", '{"task_id": 1, "text": "a", "code": "b", "test_list": "c"}', "test_list is no list of texts"),
         ("humaneval", '{"task_id": "a"}', "line 2: prompt is missing"),
     ],
