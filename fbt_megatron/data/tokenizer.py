@@ -143,9 +143,24 @@ class HuggingFaceTokenizer:
         return frozenset(self._reserved) | {entry["content"] for entry in added if entry["special"]}
 
     def encode_with_controls(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text in which special tokens count as such, and each id's range (start, stop) of its characters."""
+        """Ids of a text in which special tokens count as such, and each id's range (start, stop) of its characters.
+
+        The range of a special token is its own text, also where the token takes white space beside it with it.
+        """
         encoding = self._control_encoder.encode(text, add_special_tokens=False)
-        return list(encoding.ids), list(encoding.offsets)
+        ids, ranges = list(encoding.ids), list(encoding.offsets)
+        for place, token in enumerate(ids):
+            if token in self.control_ids:
+                first, stop = ranges[place]
+                own = text.find(self.control_ids[token], first, stop)
+                if own >= 0:
+                    ranges[place] = (own, own + len(self.control_ids[token]))
+        return ids, ranges
+
+    @cached_property
+    def control_ids(self) -> Mapping[int, str]:
+        """Ids of the special tokens and their texts."""
+        return {self._ids[token]: token for token in self.control_tokens}
 
     @cached_property
     def _control_encoder(self) -> tokenizers.Tokenizer:

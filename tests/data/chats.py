@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -39,7 +39,7 @@ def chat(*texts: str, system: str | None = None) -> list[dict[str, str]]:
     return [*start, *({"role": roles[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
-def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
+def bpe(specials: Sequence[str | AddedToken], *, vocab_size: int = 300) -> Tokenizer:
     """A byte-level tokenizer with these special tokens, whose post-processor would add the first one in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +51,7 @@ def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT * 20], trainer)
-    first = specials[0]
+    first = str(specials[0])
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=True),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fbt_megatron.data.chat_template import load_chat_template
@@ -123,6 +123,44 @@ def test_special_tokens_that_a_message_spells_stay_text(tmp_path: Path, spelled:
     answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
     assert tokenizer.decode(answer) == f"It is {spelled}."
     assert answer[-1] == 2
+
+
+GLUED = (
+    "{% for m in messages %}"
+    "{{ ' <|im_start|> ' + m['role'] + ' ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' <|im_start|> assistant ' }}{% endif %}"
+)
+TAKING = ("rstrip", "lstrip")
+
+
+@pytest.mark.parametrize("side", [("rstrip",), ("lstrip",), TAKING], ids=["after", "before", "both"])
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by marks"])
+def test_an_end_of_turn_that_takes_white_space_with_it(tmp_path: Path, template: str, side: tuple[str, ...]) -> None:
+    """As `<|end|>` of Phi-3: it belongs to the answer, though its id stands for the template's line end as well."""
+    specials = [AddedToken(text, special=True, normalized=False, **dict.fromkeys(side, True)) for text in CHATML_TOKENS]
+    tokenizer = bpe(specials)
+    folder = write_tokenizer(tmp_path, tokenizer, template, eos_token="<|endoftext|>")
+    messages = chat("two ", " Four. ", "why", "")
+    ids, trained = as_lists(lines_of(folder).encode(messages, "here"))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=True)
+    assert ids == theirs["input_ids"]
+    ends = [is_trained for token, is_trained in zip(ids, trained, strict=True) if token == 2]
+    assert ends == [False, True, False, True]
+    starts = [is_trained for token, is_trained in zip(ids, trained, strict=True) if token == 1]
+    assert starts == [False] * 4
+    answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
+    assert tokenizer.decode(answer) == (" Four." if "lstrip" in side else " Four. ")
+
+
+def test_an_end_of_turn_that_the_tokenizer_does_not_see_is_refused(tmp_path: Path) -> None:
+    """A token of whole words is text behind a letter: the turn would have no end, whatever data.on_error says."""
+    specials = [AddedToken(text, special=True, normalized=False, single_word=True) for text in CHATML_TOKENS]
+    lines = lines_of(write_tokenizer(tmp_path, bpe(specials), GLUED, eos_token="<|endoftext|>"))
+    assert np.count_nonzero(lines.encode(chat("a", "Four."), "here").trained) > 1
+    with pytest.raises(
+        DataSetupError, match=r"'Four<\|im_end\|>' is text to the tokenizer there.* \(data\.tokenizer\)"
+    ):
+        lines.encode(chat("a", "Four", "c", "Four."), "here")
 
 
 @pytest.fixture(scope="module")
