@@ -88,8 +88,8 @@ class ChatTemplate:
             where: names the conversation in messages.
 
         Raises:
-            DataError: the template does not take this conversation. DataSetupError where it does not say which text is
-                the assistant's, or what ends it.
+            DataError: the template refuses this conversation. DataSetupError where it fails, or does not say which text
+                is the assistant's, or what ends it.
         """
         whole = self._render(messages, where)
         chat = _take_marks(whole) if self._is_marked else self._find_answers(messages, whole, where)
@@ -153,9 +153,15 @@ class ChatTemplate:
                 **self.variables,
             )
         except Exception as error:  # A template may do what Python may, and fail as it does.
-            raise DataError(
-                f"{where}: {self._where} does not take this conversation ({error}). Change the conversation, leave it "
-                "out, or use another template (data.chat_template)."
+            # Most templates ask for the first message, and what is before one is no fault of theirs.
+            if isinstance(error, _RefusedByTemplate) or not messages:
+                raise DataError(
+                    f"{where}: {self._where} does not take this conversation ({error}). Change the conversation, leave "
+                    "it out, or use another template (data.chat_template)."
+                ) from error
+            raise DataSetupError(
+                f"{where}: {self._where} fails ({error}). Use another template (data.chat_template); one that is not "
+                "made for a conversation says so with raise_exception."
             ) from error
 
     def _end_of_turn(self, text: str, start: int) -> int:
@@ -243,6 +249,10 @@ def _take_marks(marked: str) -> RenderedChat:
     return RenderedChat("".join(text), tuple(answers))
 
 
+class _RefusedByTemplate(jinja2.TemplateError):
+    """A template calls `raise_exception`, as it does with conversations that it is not made for."""
+
+
 class _Generation(jinja2.ext.Extension):
     """The block `{% generation %}`: puts marks around what is in it."""
 
@@ -278,4 +288,4 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _RefusedByTemplate(message)

@@ -156,8 +156,9 @@ class ConversationLines:
             if answer.endswith(spelled) and first + len(answer) not in ends:
                 raise DataSetupError(
                     f"{where}: the special token that ends the answer {_shortened(answer)!r} is text to the "
-                    "tokenizer there, so a model would not learn to end its turn. Declare it in the tokenizer without conditions "
-                    "such as single_word, or name another tokenizer (data.tokenizer) or template (data.chat_template)."
+                    "tokenizer there, so a model would not learn to end its turn. Declare it in the tokenizer without "
+                    "conditions such as single_word, or name another tokenizer (data.tokenizer) or template "
+                    "(data.chat_template)."
                 )
 
     def _as_text(self, text: str) -> str:

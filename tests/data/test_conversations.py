@@ -275,6 +275,7 @@ def test_where_a_template_is(tmp_path: Path) -> None:
         lines_of(write_chatml(tmp_path / "bad", "{% for x in y %}{% endfoo %}"))
 
 
+FIRST = "{% if messages[0].role == 'system' %}{% endif %}"
 ENDLESS = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|eot|>")
 REASONING = CHATML.replace(
     "message['content'] +", "(message['content'] if loop.last else message['content'].split('!')[-1]) +"
@@ -285,8 +286,10 @@ REASONING = CHATML.replace(
     ("template", "messages", "error", "message"),
     [
         (HEADERS, [*chat("a"), *chat("a", "b")], DataError, r"does not take this conversation \(two questions"),
-        (CHATML + "{{ strftime_now('%d') }}", chat("a", "b"), DataError, "'strftime_now' is undefined"),
-        (CHATML + "{{ ''.__class__.__mro__ }}", chat("a", "b"), DataError, "here.*unsafe"),
+        (FIRST + CHATML, [{"role": "assistant", "content": "a"}], DataError, r"does not take .*has no element 0"),
+        (CHATML + "{{ strftime_now('%d') }}", chat("a", "b"), DataSetupError, "here: .*'strftime_now' is undefined"),
+        (CHATML + "{{ ''.__class__.__mro__ }}", chat("a", "b"), DataSetupError, "here.*unsafe"),
+        (CHATML + "{{ 'a' + 1 }}", chat("a", "b"), DataSetupError, "here: .*can only concatenate"),
         (REASONING, chat("a", "think! b", "c", "d"), DataSetupError, r"here: the text of messages\[1\].*generation"),
         ("{{ messages | length }}{{ messages[0].content }}", chat("a", "b"), DataSetupError, r"messages\[1\]"),
         ("{{ messages[0].content }}", chat("a", "b"), DataError, "here: the chat template leaves no token"),
