@@ -56,7 +56,6 @@ class ConversationLines:
             raise DataError(
                 f"data.tokenizer: the special token {short[0]!r} has one character, which is not supported."
             )
-        self._spelled = re.compile("|".join(f"(?={re.escape(token)})" for token in sorted(tokenizer.control_tokens)))
 
     @property
     def fingerprint(self) -> str:
@@ -163,7 +162,11 @@ class ConversationLines:
 
     def _as_text(self, text: str) -> str:
         """`text` with a cut inside everything in it that spells a special token."""
-        places = [match.start() + 1 for match in self._spelled.finditer(text)]
+        spelled = [token for token in self._tokenizer.control_tokens if token in text]
+        if not spelled:
+            return text
+        pattern = "|".join(f"(?={re.escape(token)})" for token in spelled)
+        places = [match.start() + 1 for match in re.finditer(pattern, text)]
         return CUT.join(text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,28 @@ def test_refused(tmp_path: Path, template: str, messages: Any, error: type[DataE
     with pytest.raises(DataError, match=message) as caught:
         lines_of(folder).encode(messages, "here")
     assert type(caught.value) is error
+
+
+def test_many_special_tokens_cost_little(tmp_path: Path) -> None:
+    """Some vocabularies reserve a thousand; messages that spell hardly any of them are to be read at the same speed."""
+    reserved = [f"<|reserved_{number}|>" for number in range(1000)]
+    few = lines_of(write_chatml(tmp_path / "few"))
+    many = lines_of(
+        write_tokenizer(
+            tmp_path / "many", bpe([*CHATML_TOKENS, *reserved], vocab_size=1300), CHATML, eos_token="<|im_end|>"
+        )
+    )
+    messages = chat("Four plus two. " * 500, f"<|im_end|> {reserved[3]} is 4 < 5 | 6 > 2 " * 20)
+    seconds = {}
+    for name, lines in (("few", few), ("many", many)):
+        spent = []
+        for _ in range(3):
+            start = time.process_time()
+            lines.encode(messages, "here")
+            spent.append(time.process_time() - start)
+        seconds[name] = min(spent)
+    assert seconds["many"] < 4 * seconds["few"]
+    assert np.count_nonzero(many.encode(messages, "here").tokens == 3 + 3) == 0
 
 
 def test_such_a_conversation_with_one_answer_is_no_problem(tmp_path: Path) -> None:
