@@ -24,10 +24,14 @@ import jinja2.parser
 import jinja2.sandbox
 
 from fbt_megatron.data.tokenizer import HuggingFaceTokenizer
+from fbt_megatron.data.tokenizer_config import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    named_tokens,
+    read_json,
+    tokenizer_folder,
+)
 from fbt_megatron.errors import DataError, DataSetupError
-
-TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
 CUT = "\ufdd0"
 """Put into a message where its text must not become one token with what comes before."""
@@ -185,54 +189,30 @@ def load_chat_template(file: str | None, *, spec: str, tokenizer: HuggingFaceTok
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    path = Path(spec)
-    folder = path if path.is_dir() else path.parent
-    contents = [_read_json(folder / name) for name in _CONFIG_FILES]
-    variables = {
-        key: text
-        for content in reversed(contents)
-        for key, value in content.items()
-        if key.endswith("_token") and isinstance(text := _text_of_token(value), str)
-    }
-    source, where = _find_source(file, folder, contents[0])
-    return ChatTemplate(
-        source, where, variables=variables | tokenizer.special_tokens, control_tokens=tokenizer.control_tokens
-    )
+    folder = tokenizer_folder(spec)
+    source, where = _find_source(file, folder)
+    variables = named_tokens(folder) | tokenizer.special_tokens
+    return ChatTemplate(source, where, variables=variables, control_tokens=tokenizer.control_tokens)
 
 
-def _find_source(file: str | None, folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+def _find_source(file: str | None, folder: Path) -> tuple[str, str]:
     """Text of the template, and what names it in messages."""
-    path = folder / TEMPLATE_FILE if file is None else Path(file)
+    path = folder / CHAT_TEMPLATE_FILE if file is None else Path(file)
     if file is not None or path.is_file():
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read ({error}). Name a template in data.chat_template.") from None
-    where = f"the chat_template of {folder / _CONFIG_FILES[0]}"
-    template = config.get("chat_template")
+    where = f"the chat_template of {folder / TOKENIZER_CONFIG_FILE}"
+    template = read_json(folder, TOKENIZER_CONFIG_FILE).get("chat_template")
     if isinstance(template, list):  # several with names
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if not isinstance(template, str):
         raise DataError(
-            f"data.tokenizer={folder}: has no chat template, neither {TEMPLATE_FILE} nor chat_template in "
-            f"{_CONFIG_FILES[0]}. Name a file with one in data.chat_template."
+            f"data.tokenizer={folder}: has no chat template, neither {CHAT_TEMPLATE_FILE} nor chat_template in "
+            f"{TOKENIZER_CONFIG_FILE}. Name a file with one in data.chat_template."
         )
     return template, where
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Repair or remove it.") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _text_of_token(value: Any) -> Any:
-    """A special token may be written as text, or as an object with its text in `content`."""
-    return value.get("content") if isinstance(value, dict) else value
 
 
 def _take_marks(marked: str) -> RenderedChat:

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from fbt_megatron.data.hashing import hash64
 from fbt_megatron.data.sources import Document, Inputs, find_inputs, plan_chunks, read_documents
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
+from fbt_megatron.data.tokenizer_config import TOKENIZER_CONFIG_FILE
 from fbt_megatron.errors import DataError
 from fbt_megatron.files import write_durably
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_FILE = "training.json"
-_CONFIG_FILE = "tokenizer_config.json"
 _CHUNK_BYTES = 1 << 26
 _MIN_VOCAB_SIZE = 257
 
@@ -154,7 +154,7 @@ def _write(out: Path, definition: str, record: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / TOKENIZER_FILE).unlink(missing_ok=True)
         write_durably(out / TRAINING_FILE, json.dumps(record, indent=1) + "\n")
-        write_durably(out / _CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+        write_durably(out / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=1) + "\n")
         write_durably(out / TOKENIZER_FILE, definition)
     except OSError as error:
         raise DataError(f"{out}: cannot write ({error}).") from error
