@@ -80,7 +80,7 @@ def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
     return tokens
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, template: Any = None, **config: str) -> str:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, template: Any = None, **config: Any) -> str:
     """The folder of a tokenizer with a template and its special tokens; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
