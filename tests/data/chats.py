@@ -16,6 +16,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+SHIPPED = (Path(__file__).parents[2] / "configs" / "chat_templates" / "chatml.jinja").read_text()
 # As of Llama 3: BOS, content without surrounding white space, alternating roles.
 HEADER_TOKENS = ("<|begin|>", "<|eot|>", "<|head|>", "<|/head|>")
 HEADERS = """{{- bos_token }}
@@ -61,8 +62,9 @@ def bpe(specials: Sequence[str | AddedToken], *, vocab_size: int = 300) -> Token
     return tokenizer
 
 
-def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
+def masked_tokens(messages: list[dict[str, str]], tokenizer: Tokenizer | None = None) -> list[tuple[int, bool]]:
     """Tokens of a conversation in ChatML, and whether all bytes of each belong to an answer with its end of turn."""
+    tokenizer = tokenizer or bpe(CHATML_TOKENS)
     text, answer_bytes = b"", set[int]()
     for message in messages:
         text += f"<|im_start|>{message['role']}\n".encode()
@@ -70,7 +72,6 @@ def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
         if message["role"] == "assistant":
             answer_bytes |= set(range(len(text), len(end)))
         text = end + b"\n"
-    tokenizer = bpe(CHATML_TOKENS)
     tokens, place = [], 0
     for token in tokenizer.encode(text.decode(), add_special_tokens=False).ids:
         stop = place + len(tokenizer.id_to_token(token))  # byte-level tokens have a character for each byte

@@ -24,6 +24,7 @@ from tests.data.chats import (
     CHATML_TOKENS,
     HEADER_TOKENS,
     HEADERS,
+    SHIPPED,
     bpe,
     chat,
     write_chatml,
@@ -69,8 +70,9 @@ def as_lists(decoded: Decoded) -> tuple[list[int], list[bool]]:
     return decoded.tokens.tolist(), decoded.trained.tolist()
 
 
-def test_chatml(tmp_path: Path) -> None:
-    lines = lines_of(write_chatml(tmp_path))
+@pytest.mark.parametrize("written", [CHATML, SHIPPED], ids=["by prefixes", "by marks"])
+def test_chatml(tmp_path: Path, written: str) -> None:
+    lines = lines_of(write_chatml(tmp_path, written))
     messages = chat("two plus two?", "Four.", "And the capital\nof France?", "naïve 日本語 🙂", system="Be brief.")
     assert as_lists(lines.encode(messages, "here")) == expected(
         bpe(CHATML_TOKENS),
@@ -101,7 +103,7 @@ def test_headers_with_one_bos(tmp_path: Path) -> None:
     assert [trained[place] for place, token in enumerate(ids) if token == 1] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("written", [CHATML, MARKED], ids=["by prefixes", "by marks"])
+@pytest.mark.parametrize("written", [CHATML, MARKED, SHIPPED], ids=["by prefixes", "by marks", "shipped"])
 def test_two_answers_in_a_row_and_an_empty_one(tmp_path: Path, written: str) -> None:
     messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "assistant", "content": ""}]
     assert as_lists(lines_of(write_chatml(tmp_path, written)).encode(messages, "here")) == expected(
@@ -164,9 +166,9 @@ def test_an_end_of_turn_that_the_tokenizer_does_not_see_is_refused(tmp_path: Pat
         lines.encode(chat("a", "Four", "c", "Four."), "here")
 
 
-@pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_chatml(tmp_path_factory.mktemp("marked"), MARKED)
+@pytest.fixture(scope="module", params=[MARKED, SHIPPED], ids=["marked", "shipped"])
+def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_chatml(tmp_path_factory.mktemp("marked"), request.param)
 
 
 @settings(max_examples=60, deadline=None)
