@@ -5,12 +5,14 @@ time of day, which would make the ids of a conversation change from one day to t
 
 What the assistant writes is found exactly or not at all. A template that marks it with `{% generation %}` says so
 itself. Of any other one, the text of the conversation up to an answer, with what invites the answer, must begin the
-text of the conversation with it, and that again the whole text; what is between the two is the answer.
+text of the conversation with it, and that again the whole text; what is between the two is the answer. An earlier
+answer of which this is not true is not trained, and if it is the last one the template is refused.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from fbt_megatron.data.tokenizer_config import (
     tokenizer_folder,
 )
 from fbt_megatron.errors import DataError, DataSetupError
+
+logger = logging.getLogger(__name__)
 
 CUT = "\ufdd0"
 """Put into a message where its text must not become one token with what comes before."""
@@ -82,6 +86,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise DataError(f"{where}: not a chat template that can be read ({error}).") from error
+        self._has_said_untrained = False
         self._is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def render(self, messages: Messages, where: str) -> RenderedChat:
@@ -131,21 +136,45 @@ class ChatTemplate:
         return frozenset(found)
 
     def _find_answers(self, messages: Messages, whole: str, where: str) -> RenderedChat:
-        """The answers in the text of a conversation, by rendering what is before and up to each."""
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                before = self._render(messages[:number], where, invites_answer=True)
-                after = self._render(messages[: number + 1], where)
-                if not (after.startswith(before) and whole.startswith(after)):
-                    raise DataSetupError(
-                        f"{where}: the text of messages[{number}] cannot be told from the rest, because "
-                        f"{self._where} writes the messages before it in another way when it is there, or it in "
-                        "another way when others follow. Use a template that marks what the assistant writes with "
-                        "{% generation %} and {% endgeneration %} (data.chat_template)."
-                    )
-                answers.append((len(before), self._end_of_turn(after, len(before))))
-        return RenderedChat(whole, tuple(answers))
+        """The answers in the text of a conversation, by rendering what is before and up to each.
+
+        Of those before the last one, such that are written in another way when others follow are left out: in the text
+        they are not what a model is to write. The last one must be found.
+        """
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        found = [self._find_answer(messages, number, whole, where) for number in numbers]
+        if found and found[-1] is None:
+            raise DataSetupError(
+                f"{where}: the text of messages[{numbers[-1]}] cannot be told from the rest, because {self._where} "
+                "writes the messages before it in another way when it is there, or it in another way when others "
+                "follow. Use a template that marks what the assistant writes with {% generation %} and "
+                "{% endgeneration %} (data.chat_template)."
+            )
+        answers = tuple(answer for answer in found if answer is not None)
+        if len(answers) < len(found):
+            self._say_untrained(len(found) - len(answers), where)
+        return RenderedChat(whole, answers)
+
+    def _find_answer(self, messages: Messages, number: int, whole: str, where: str) -> tuple[int, int] | None:
+        """Where in `whole` the answer `messages[number]` is; `None` where its text is another when others follow."""
+        before = self._render(messages[:number], where, invites_answer=True)
+        after = self._render(messages[: number + 1], where)
+        if not (after.startswith(before) and whole.startswith(after)):
+            return None
+        return len(before), self._end_of_turn(after, len(before))
+
+    def _say_untrained(self, count: int, where: str) -> None:
+        """Say once that earlier answers are not trained."""
+        if not self._has_said_untrained:
+            self._has_said_untrained = True
+            logger.warning(
+                "%s: %s not trained, because %s writes an answer in another way when others follow. The same goes for "
+                "all such conversations, and is not said again. To train all answers name a template with "
+                "{%% generation %%} blocks in data.chat_template, such as configs/chat_templates/chatml.jinja.",
+                where,
+                "1 answer is" if count == 1 else f"{count} answers are",
+                self._where,
+            )
 
     def _render(self, messages: Messages, where: str, *, invites_answer: bool = False) -> str:
         try:

@@ -24,6 +24,7 @@ from tests.data.chats import (
     CHATML_TOKENS,
     HEADER_TOKENS,
     HEADERS,
+    QWEN3,
     SHIPPED,
     bpe,
     chat,
@@ -293,7 +294,7 @@ REASONING = CHATML.replace(
         (CHATML + "{{ strftime_now('%d') }}", chat("a", "b"), DataSetupError, "here: .*'strftime_now' is undefined"),
         (CHATML + "{{ ''.__class__.__mro__ }}", chat("a", "b"), DataSetupError, "here.*unsafe"),
         (CHATML + "{{ 'a' + 1 }}", chat("a", "b"), DataSetupError, "here: .*can only concatenate"),
-        (REASONING, chat("a", "think! b", "c", "d"), DataSetupError, r"here: the text of messages\[1\].*generation"),
+        (REASONING, chat("a", "think! b", "c"), DataSetupError, r"here: the text of messages\[1\].*generation"),
         ("{{ messages | length }}{{ messages[0].content }}", chat("a", "b"), DataSetupError, r"messages\[1\]"),
         ("{{ messages[0].content }}", chat("a", "b"), DataError, "here: the chat template leaves no token"),
         (CHATML.replace("<|im_end|>", ""), chat("a", "b"), DataSetupError, "here: .* with no special token"),
@@ -330,10 +331,44 @@ def test_many_special_tokens_cost_little(tmp_path: Path) -> None:
     assert np.count_nonzero(many.encode(messages, "here").tokens == 3 + 3) == 0
 
 
-def test_such_a_conversation_with_one_answer_is_no_problem(tmp_path: Path) -> None:
-    """A template that shortens earlier answers is refused only where there are some."""
-    decoded = lines_of(write_chatml(tmp_path, REASONING)).encode(chat("a", "think! b"), "here")
-    assert np.count_nonzero(decoded.trained) == len(bpe(CHATML_TOKENS).encode("think! b", add_special_tokens=False)) + 1
+def test_earlier_answers_that_are_written_in_another_way_are_not_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by Qwen3's template, which begins the last answer alone with what was thought; said once."""
+    folder = write_chatml(tmp_path, QWEN3)
+    lines = lines_of(folder)
+    single, several = chat("two?", "Two.", system="Be brief."), chat("a", "Four.", "b", "<think>\nso\n</think>\n\nTwo.")
+    assert as_lists(lines.encode(single, "one")) == expected(
+        bpe(CHATML_TOKENS),
+        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\n\n</think>\n\nTwo.<|im_end|>", True),
+        ("\n", False),
+    )
+    assert caplog.messages == []
+    ids, trained = as_lists(lines.encode(several, "two"))
+    assert (ids, trained) == expected(
+        bpe(CHATML_TOKENS),
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n", False),
+        ("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\nso\n</think>\n\nTwo.<|im_end|>", True),
+        ("\n", False),
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == tokenizer.apply_chat_template(several, tokenize=True)["input_ids"]
+    lines.encode(several, "three")
+    (said,) = caplog.messages
+    assert said.startswith("two: ")
+    assert "1 answer is not trained" in said
+    assert "configs/chat_templates/chatml.jinja" in said
+
+
+def test_earlier_answers_that_are_written_in_the_same_way_are_trained(tmp_path: Path) -> None:
+    """A template that removes reasoning leaves answers without any as they are."""
+    ids, trained = as_lists(lines_of(write_chatml(tmp_path, REASONING)).encode(chat("a", "b", "c", "x! d"), "here"))
+    answers = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
+    assert bpe(CHATML_TOKENS).decode(answers, skip_special_tokens=False) == "b<|im_end|>x! d<|im_end|>"
+    _, shortened = as_lists(lines_of(str(tmp_path)).encode(chat("a", "x! b", "c", "d"), "here"))
+    assert sum(shortened) == 2
 
 
 def test_a_token_that_is_partly_the_templates_is_not_trained(tmp_path: Path) -> None:
