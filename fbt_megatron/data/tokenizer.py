@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return list(encoding.ids)
 
-    @property
+    @cached_property
     def control_tokens(self) -> frozenset[str]:
         """Texts of the special tokens: BOS, EOS, and what the tokenizer's definition calls special."""
         added = self._parsed.get("added_tokens") or []
@@ -150,12 +150,12 @@ class HuggingFaceTokenizer:
         """
         encoding = self._control_encoder.encode(text, add_special_tokens=False)
         ids, ranges = list(encoding.ids), list(encoding.offsets)
+        controls = self.control_ids
         for place, token in enumerate(ids):
-            if token in self.control_ids:
-                first, stop = ranges[place]
-                own = text.find(self.control_ids[token], first, stop)
+            if token in controls:
+                own = text.find(controls[token], *ranges[place])
                 if own >= 0:
-                    ranges[place] = (own, own + len(self.control_ids[token]))
+                    ranges[place] = (own, own + len(controls[token]))
         return ids, ranges
 
     @cached_property

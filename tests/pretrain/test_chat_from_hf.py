@@ -79,14 +79,19 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     for name in ("val_loss_pass_1", "val_loss_pass_2"):
         assert validations[-1][name] < 0.2 * validations[0][name]
 
-    assert convert_to_hf.main([str(tmp_path / "tuned"), str(tmp_path / "out")]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    for mode in ("standard", "fused"):
-        for question, answer in ANSWERS.items():
-            prompt = tokenizer.apply_chat_template(
-                chat(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            ids = exported.generate(**prompt, max_new_tokens=60, do_sample=False, feedback_mode=mode)[0]
-            written = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
-            assert written == f"<think>\n\n</think>\n\n{answer}<|im_end|>", mode
+    answers: dict[str, list[str]] = {}
+    for name, options in (("fbt", []), ("qwen3", ["--as", "qwen3"])):
+        assert convert_to_hf.main([str(tmp_path / "tuned"), str(tmp_path / name), *options]) == 0
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name == "fbt")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / name, trust_remote_code=name == "fbt")
+        for mode in ({"feedback_mode": "standard"}, {"feedback_mode": "fused"}) if name == "fbt" else ({},):
+            for question in ANSWERS:
+                prompt = tokenizer.apply_chat_template(
+                    chat(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )
+                ids = exported.generate(**prompt, max_new_tokens=60, do_sample=False, **mode)[0]
+                written = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
+                answers.setdefault(question, []).append(written)
+    assert answers == {
+        question: [f"<think>\n\n</think>\n\n{answer}<|im_end|>"] * 3 for question, answer in ANSWERS.items()
+    }
