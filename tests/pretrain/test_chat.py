@@ -57,7 +57,7 @@ def test_from_pretraining_to_fine_tuning(folder: Path) -> None:
         f"checkpoint.load={folder}/pretrained",
         "checkpoint.load_weights_only=true",
         "feedback.schedule=[{until: 1.0, mix: {2: 1.0}}]",
-        "model.seq_length=80",  # the longest conversation
+        "model.seq_length=114",  # the longest conversation
         "train.steps=25",
         "optimizer.adam.lr=0.01",
         "optimizer.normuon.lr=0.02",

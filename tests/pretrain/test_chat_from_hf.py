@@ -64,12 +64,12 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
         f"data.tokenizer={tmp_path}/start/tokenizer",
         f"checkpoint.load={tmp_path}/start",
         "checkpoint.load_weights_only=true",
-        "checkpoint.every=70",
+        "checkpoint.every=80",
         "feedback.schedule=[{until: 1.0, mix: {2: 0.5, 3: 0.5}}]",
-        "train.steps=70",
+        "train.steps=80",
         "optimizer.adam.lr=0.01",
         "optimizer.normuon.lr=0.02",
-        "evaluation.every=70",
+        "evaluation.every=80",
         timeout=600.0,
     ).check()
     assert "weights alone from " in tuned.output
@@ -84,14 +84,12 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
         assert convert_to_hf.main([str(tmp_path / "tuned"), str(tmp_path / name), *options]) == 0
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=name == "fbt")
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / name, trust_remote_code=name == "fbt")
-        for mode in ({"feedback_mode": "standard"}, {"feedback_mode": "fused"}) if name == "fbt" else ({},):
-            for question in ANSWERS:
-                prompt = tokenizer.apply_chat_template(
-                    chat(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )
-                ids = exported.generate(**prompt, max_new_tokens=60, do_sample=False, **mode)[0]
-                written = tokenizer.decode(ids[prompt["input_ids"].shape[1] :])
-                answers.setdefault(question, []).append(written)
+        for question in ANSWERS:
+            prompt = tokenizer.apply_chat_template(
+                chat(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            ids = exported.generate(**prompt, max_new_tokens=60, do_sample=False)[0]
+            answers.setdefault(question, []).append(tokenizer.decode(ids[prompt["input_ids"].shape[1] :]))
     assert answers == {
-        question: [f"<think>\n\n</think>\n\n{answer}<|im_end|>"] * 3 for question, answer in ANSWERS.items()
+        question: [f"<think>\n\n</think>\n\n{answer}<|im_end|>"] * 2 for question, answer in ANSWERS.items()
     }
