@@ -47,3 +47,13 @@ def test_the_built_model_is_the_planned_one(topology: ParallelTopology, path: Pa
     padding = padded_vocab_size(config.model.vocab_size, tp_size=1) - config.model.vocab_size
     stored = sum(parameter.numel() for parameter in model.parameters())
     assert stored == count_parameters(config) + padding * config.model.hidden_size * (1 if tied else 2)
+
+
+def test_fine_tuning_starts_from_the_pretraining() -> None:
+    """The example's model is the one whose checkpoint it loads, and its template is there."""
+    pretraining, tuning = (load_config(FILES[0].parent / f"{name}.yaml") for name in ("fbt_125m", "sft_example"))
+    assert tuning.checkpoint.load == pretraining.train.run_dir
+    assert tuning.model == pretraining.model
+    assert tuning.feedback.fusion == pretraining.feedback.fusion
+    assert tuning.data.chat_template is not None
+    assert (FILES[0].parents[1] / tuning.data.chat_template).is_file()

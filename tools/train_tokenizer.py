@@ -3,6 +3,7 @@
 Examples:
   python tools/train_tokenizer.py python-stdlib --vocab-size 4096 --out quickstart_data/tokenizer
   python tools/train_tokenizer.py books/ web.jsonl.zst --vocab-size 32768 --out tokenizer
+  python tools/train_tokenizer.py books/ --vocab-size 32768 --out tokenizer --special-tokens '<|im_start|>' '<|im_end|>'
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool with `argv` (default: the process's arguments); returns the exit status."""
     arguments = _parse_arguments(argv)
     training = TokenizerTraining(
-        tuple(arguments.inputs), arguments.vocab_size, text_key=arguments.text_key, max_bytes=arguments.max_bytes
+        tuple(arguments.inputs),
+        arguments.vocab_size,
+        text_key=arguments.text_key,
+        max_bytes=arguments.max_bytes,
+        special_tokens=tuple(arguments.special_tokens),
     )
     try:
         outcome = train_tokenizer(training, arguments.out, restart=arguments.restart)
@@ -46,7 +51,7 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "inputs", nargs="+", help="text, .jsonl[.gz|.zst] and .parquet files, folders, or python-stdlib"
     )
     parser.add_argument(
-        "--vocab-size", type=int, required=True, help="number of ids, 256 bytes and <|endoftext|> included"
+        "--vocab-size", type=int, required=True, help="number of ids, 256 bytes and special tokens included"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer.json and tokenizer_config.json")
     parser.add_argument(
@@ -57,6 +62,13 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=defaults.max_bytes,
         help="sample larger inputs to about this size (%(default)s)",
+    )
+    parser.add_argument(
+        "--special-tokens",
+        nargs="+",
+        default=defaults.special_tokens,
+        metavar="TOKEN",
+        help="beside <|endoftext|>, such as those of a chat template",
     )
     parser.add_argument("--restart", action="store_true", help="replace a tokenizer that is already in --out")
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")

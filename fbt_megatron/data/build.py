@@ -192,7 +192,7 @@ def build_dataset(settings: BuildSettings, out: Path, *, workers: int = 1, resta
 
 def _run(build: _Build) -> BuildSummary:
     open_work_folder(build.out, build.identity())
-    copy_tokenizer(build.tokenizer, build.out)
+    copy_tokenizer(build.tokenizer, build.settings.tokenizer.spec, build.out)
     chunks = _tokenize(build)
     corpus = _load_corpus(build.work_folder, chunks)
     mask = _validation_documents(build.settings, corpus)

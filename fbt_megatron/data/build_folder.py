@@ -16,6 +16,13 @@ from typing import Any
 
 from fbt_megatron.data.format import DATASET_FILE, TOKEN_BYTES_FILE
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from fbt_megatron.data.tokenizer_config import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    named_tokens,
+    read_json,
+    tokenizer_folder,
+)
 from fbt_megatron.errors import DataError
 from fbt_megatron.files import write_durably
 
@@ -106,8 +113,10 @@ def remove_build(out: Path) -> None:
     shutil.rmtree(work_folder(out), ignore_errors=True)
 
 
-def copy_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
-    """Put the tokenizer beside the data, in a form that loads with the same BOS and EOS.
+def copy_tokenizer(tokenizer: Tokenizer, spec: str, out: Path) -> None:
+    """Put the tokenizer that `spec` names beside the data, in a form that loads with the same BOS and EOS.
+
+    The chat template comes with it, and the names of the other special tokens, which a template may use.
 
     Raises:
         DataError: another tokenizer is there.
@@ -119,8 +128,15 @@ def copy_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
         if load_tokenizer(str(folder)).fingerprint != tokenizer.fingerprint:
             raise DataError(f"{folder}: holds another tokenizer. Choose another --out, or move it away.")
         return
+    source = tokenizer_folder(spec)
+    config: dict[str, Any] = named_tokens(source) | tokenizer.special_tokens
+    template = read_json(source, TOKENIZER_CONFIG_FILE).get("chat_template")
+    if template is not None:
+        config["chat_template"] = template
     folder.mkdir(exist_ok=True)
-    write_durably(folder / "tokenizer_config.json", json.dumps(tokenizer.special_tokens, indent=1) + "\n")
+    if (source / CHAT_TEMPLATE_FILE).is_file():
+        write_durably(folder / CHAT_TEMPLATE_FILE, (source / CHAT_TEMPLATE_FILE).read_bytes())
+    write_durably(folder / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=1) + "\n")
     write_durably(folder / TOKENIZER_FILE, tokenizer.definition)
 
 

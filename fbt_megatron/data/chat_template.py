@@ -5,12 +5,14 @@ time of day, which would make the ids of a conversation change from one day to t
 
 What the assistant writes is found exactly or not at all. A template that marks it with `{% generation %}` says so
 itself. Of any other one, the text of the conversation up to an answer, with what invites the answer, must begin the
-text of the conversation with it, and that again the whole text; what is between the two is the answer.
+text of the conversation with it, and that again the whole text; what is between the two is the answer. An earlier
+answer of which this is not true is not trained, and if it is the last one the template is refused.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +26,16 @@ import jinja2.parser
 import jinja2.sandbox
 
 from fbt_megatron.data.tokenizer import HuggingFaceTokenizer
+from fbt_megatron.data.tokenizer_config import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    named_tokens,
+    read_json,
+    tokenizer_folder,
+)
 from fbt_megatron.errors import DataError, DataSetupError
 
-TEMPLATE_FILE = "chat_template.jinja"
-_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+logger = logging.getLogger(__name__)
 
 CUT = "\ufdd0"
 """Put into a message where its text must not become one token with what comes before."""
@@ -78,6 +86,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise DataError(f"{where}: not a chat template that can be read ({error}).") from error
+        self._has_said_untrained = False
         self._is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
     def render(self, messages: Messages, where: str) -> RenderedChat:
@@ -88,8 +97,8 @@ class ChatTemplate:
             where: names the conversation in messages.
 
         Raises:
-            DataError: the template does not take this conversation. DataSetupError where it does not say which text is
-                the assistant's, or what ends it.
+            DataError: the template refuses this conversation. DataSetupError where it fails, or does not say which text
+                is the assistant's, or what ends it.
         """
         whole = self._render(messages, where)
         chat = _take_marks(whole) if self._is_marked else self._find_answers(messages, whole, where)
@@ -127,21 +136,45 @@ class ChatTemplate:
         return frozenset(found)
 
     def _find_answers(self, messages: Messages, whole: str, where: str) -> RenderedChat:
-        """The answers in the text of a conversation, by rendering what is before and up to each."""
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                before = self._render(messages[:number], where, invites_answer=True)
-                after = self._render(messages[: number + 1], where)
-                if not (after.startswith(before) and whole.startswith(after)):
-                    raise DataSetupError(
-                        f"{where}: the text of messages[{number}] cannot be told from the rest, because "
-                        f"{self._where} writes the messages before it in another way when it is there, or it in "
-                        "another way when others follow. Use a template that marks what the assistant writes with "
-                        "{% generation %} and {% endgeneration %} (data.chat_template)."
-                    )
-                answers.append((len(before), self._end_of_turn(after, len(before))))
-        return RenderedChat(whole, tuple(answers))
+        """The answers in the text of a conversation, by rendering what is before and up to each.
+
+        Of those before the last one, such that are written in another way when others follow are left out: in the text
+        they are not what a model is to write. The last one must be found.
+        """
+        numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        found = [self._find_answer(messages, number, whole, where) for number in numbers]
+        if found and found[-1] is None:
+            raise DataSetupError(
+                f"{where}: the text of messages[{numbers[-1]}] cannot be told from the rest, because {self._where} "
+                "writes the messages before it in another way when it is there, or it in another way when others "
+                "follow. Use a template that marks what the assistant writes with {% generation %} and "
+                "{% endgeneration %} (data.chat_template)."
+            )
+        answers = tuple(answer for answer in found if answer is not None)
+        if len(answers) < len(found):
+            self._say_untrained(len(found) - len(answers), where)
+        return RenderedChat(whole, answers)
+
+    def _find_answer(self, messages: Messages, number: int, whole: str, where: str) -> tuple[int, int] | None:
+        """Where in `whole` the answer `messages[number]` is; `None` where its text is another when others follow."""
+        before = self._render(messages[:number], where, invites_answer=True)
+        after = self._render(messages[: number + 1], where)
+        if not (after.startswith(before) and whole.startswith(after)):
+            return None
+        return len(before), self._end_of_turn(after, len(before))
+
+    def _say_untrained(self, count: int, where: str) -> None:
+        """Say once that earlier answers are not trained."""
+        if not self._has_said_untrained:
+            self._has_said_untrained = True
+            logger.warning(
+                "%s: %s not trained, because %s writes an answer in another way when others follow. The same goes for "
+                "all such conversations, and is not said again. To train all answers name a template with "
+                "{%% generation %%} blocks in data.chat_template, such as configs/chat_templates/chatml.jinja.",
+                where,
+                "1 answer is" if count == 1 else f"{count} answers are",
+                self._where,
+            )
 
     def _render(self, messages: Messages, where: str, *, invites_answer: bool = False) -> str:
         try:
@@ -153,9 +186,15 @@ class ChatTemplate:
                 **self.variables,
             )
         except Exception as error:  # A template may do what Python may, and fail as it does.
-            raise DataError(
-                f"{where}: {self._where} does not take this conversation ({error}). Change the conversation, leave it "
-                "out, or use another template (data.chat_template)."
+            # Most templates ask for the first message, and what is before one is no fault of theirs.
+            if isinstance(error, _RefusedByTemplate) or not messages:
+                raise DataError(
+                    f"{where}: {self._where} does not take this conversation ({error}). Change the conversation, leave "
+                    "it out, or use another template (data.chat_template)."
+                ) from error
+            raise DataSetupError(
+                f"{where}: {self._where} fails ({error}). Use another template (data.chat_template); one that is not "
+                "made for a conversation says so with raise_exception."
             ) from error
 
     def _end_of_turn(self, text: str, start: int) -> int:
@@ -179,54 +218,30 @@ def load_chat_template(file: str | None, *, spec: str, tokenizer: HuggingFaceTok
     Raises:
         DataError: there is none, or it cannot be read.
     """
-    path = Path(spec)
-    folder = path if path.is_dir() else path.parent
-    contents = [_read_json(folder / name) for name in _CONFIG_FILES]
-    variables = {
-        key: text
-        for content in reversed(contents)
-        for key, value in content.items()
-        if key.endswith("_token") and isinstance(text := _text_of_token(value), str)
-    }
-    source, where = _find_source(file, folder, contents[0])
-    return ChatTemplate(
-        source, where, variables=variables | tokenizer.special_tokens, control_tokens=tokenizer.control_tokens
-    )
+    folder = tokenizer_folder(spec)
+    source, where = _find_source(file, folder)
+    variables = named_tokens(folder) | tokenizer.special_tokens
+    return ChatTemplate(source, where, variables=variables, control_tokens=tokenizer.control_tokens)
 
 
-def _find_source(file: str | None, folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
+def _find_source(file: str | None, folder: Path) -> tuple[str, str]:
     """Text of the template, and what names it in messages."""
-    path = folder / TEMPLATE_FILE if file is None else Path(file)
+    path = folder / CHAT_TEMPLATE_FILE if file is None else Path(file)
     if file is not None or path.is_file():
         try:
             return path.read_text(encoding="utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read ({error}). Name a template in data.chat_template.") from None
-    where = f"the chat_template of {folder / _CONFIG_FILES[0]}"
-    template = config.get("chat_template")
+    where = f"the chat_template of {folder / TOKENIZER_CONFIG_FILE}"
+    template = read_json(folder, TOKENIZER_CONFIG_FILE).get("chat_template")
     if isinstance(template, list):  # several with names
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     if not isinstance(template, str):
         raise DataError(
-            f"data.tokenizer={folder}: has no chat template, neither {TEMPLATE_FILE} nor chat_template in "
-            f"{_CONFIG_FILES[0]}. Name a file with one in data.chat_template."
+            f"data.tokenizer={folder}: has no chat template, neither {CHAT_TEMPLATE_FILE} nor chat_template in "
+            f"{TOKENIZER_CONFIG_FILE}. Name a file with one in data.chat_template."
         )
     return template, where
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Repair or remove it.") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _text_of_token(value: Any) -> Any:
-    """A special token may be written as text, or as an object with its text in `content`."""
-    return value.get("content") if isinstance(value, dict) else value
 
 
 def _take_marks(marked: str) -> RenderedChat:
@@ -241,6 +256,10 @@ def _take_marks(marked: str) -> RenderedChat:
             text.append(part)
             length += len(part)
     return RenderedChat("".join(text), tuple(answers))
+
+
+class _RefusedByTemplate(jinja2.TemplateError):
+    """A template calls `raise_exception`, as it does with conversations that it is not made for."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -278,4 +297,4 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _RefusedByTemplate(message)

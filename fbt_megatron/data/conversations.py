@@ -18,15 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fbt_megatron.config.schema import DataConfig
-from fbt_megatron.data.chat_template import ASSISTANT, CUT, RESERVED, ChatTemplate, Messages, load_chat_template
+from fbt_megatron.data.chat_template import (
+    ASSISTANT,
+    CUT,
+    RESERVED,
+    ChatTemplate,
+    Messages,
+    RenderedChat,
+    load_chat_template,
+)
 from fbt_megatron.data.dataset import DocumentDataset
 from fbt_megatron.data.document_reader import DocumentReader
 from fbt_megatron.data.json_lines import find_line_shards
 from fbt_megatron.data.samples import Decoded, Sample
 from fbt_megatron.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from fbt_megatron.errors import DataError
+from fbt_megatron.errors import DataError, DataSetupError
 
 _LINE = "jsonl"
+_SHOWN = 60
+"""Characters of an answer that a message quotes."""
 _ROLES = ("system", "developer", "user", ASSISTANT)
 
 IntArray = NDArray[np.int64]
@@ -46,7 +56,6 @@ class ConversationLines:
             raise DataError(
                 f"data.tokenizer: the special token {short[0]!r} has one character, which is not supported."
             )
-        self._spelled = re.compile("|".join(f"(?={re.escape(token)})" for token in sorted(tokenizer.control_tokens)))
 
     @property
     def fingerprint(self) -> str:
@@ -129,13 +138,35 @@ class ConversationLines:
         trained = np.zeros(len(ids), dtype=np.bool_)
         for first, stop in chat.answers:
             trained |= (bounds[:, 0] >= first) & (bounds[:, 1] <= stop) & (bounds[:, 0] < bounds[:, 1])
+        self._check_ends(chat, bounds[trained & np.isin(ids, list(self._tokenizer.control_ids))], where)
         if not trained.any():
             raise DataError(f"{where}: the chat template leaves no token of the assistant's. Leave it out.")
         return Decoded(np.array(ids, dtype=np.int64), trained)
 
+    def _check_ends(self, chat: RenderedChat, controls: IntArray, where: str) -> None:
+        """That each answer that ends with a special token trains it; `controls` [tokens, 2] are ranges of trained ones.
+
+        Raises:
+            DataSetupError: the tokenizer takes that text for something else.
+        """
+        spelled, ends = tuple(self._tokenizer.control_tokens), set(controls[:, 1].tolist())
+        for first, stop in chat.answers:
+            answer = chat.text[first:stop].rstrip()
+            if answer.endswith(spelled) and first + len(answer) not in ends:
+                raise DataSetupError(
+                    f"{where}: the special token that ends the answer {_shortened(answer)!r} is text to the "
+                    "tokenizer there, so a model would not learn to end its turn. Declare it in the tokenizer without "
+                    "conditions such as single_word, or name another tokenizer (data.tokenizer) or template "
+                    "(data.chat_template)."
+                )
+
     def _as_text(self, text: str) -> str:
         """`text` with a cut inside everything in it that spells a special token."""
-        places = [match.start() + 1 for match in self._spelled.finditer(text)]
+        spelled = [token for token in self._tokenizer.control_tokens if token in text]
+        if not spelled:
+            return text
+        pattern = "|".join(f"(?={re.escape(token)})" for token in spelled)
+        places = [match.start() + 1 for match in re.finditer(pattern, text)]
         return CUT.join(text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True))
 
 
@@ -182,6 +213,12 @@ def open_conversations(
         token_bytes=token_bytes,
         encoding=decoder.fingerprint,
     )
+
+
+def _shortened(answer: str) -> str:
+    """The end of an answer, for messages."""
+    text = answer.replace(CUT, "")
+    return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
 
 
 def _parse_line(line: bytes, where: str) -> Messages:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from fbt_megatron.data.tokenizer_config import named_tokens
 from fbt_megatron.errors import DataError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -136,16 +137,31 @@ class HuggingFaceTokenizer:
         encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
         return list(encoding.ids)
 
-    @property
+    @cached_property
     def control_tokens(self) -> frozenset[str]:
         """Texts of the special tokens: BOS, EOS, and what the tokenizer's definition calls special."""
         added = self._parsed.get("added_tokens") or []
         return frozenset(self._reserved) | {entry["content"] for entry in added if entry["special"]}
 
     def encode_with_controls(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text in which special tokens count as such, and each id's range (start, stop) of its characters."""
+        """Ids of a text in which special tokens count as such, and each id's range (start, stop) of its characters.
+
+        The range of a special token is its own text, also where the token takes white space beside it with it.
+        """
         encoding = self._control_encoder.encode(text, add_special_tokens=False)
-        return list(encoding.ids), list(encoding.offsets)
+        ids, ranges = list(encoding.ids), list(encoding.offsets)
+        controls = self.control_ids
+        for place, token in enumerate(ids):
+            if token in controls:
+                own = text.find(controls[token], *ranges[place])
+                if own >= 0:
+                    ranges[place] = (own, own + len(controls[token]))
+        return ids, ranges
+
+    @cached_property
+    def control_ids(self) -> Mapping[int, str]:
+        """Ids of the special tokens and their texts."""
+        return {self._ids[token]: token for token in self.control_tokens}
 
     @cached_property
     def _control_encoder(self) -> tokenizers.Tokenizer:
@@ -196,7 +212,7 @@ def load_tokenizer(spec: str, *, eos_token: str | None = None, bos_token: str | 
         path = path / TOKENIZER_FILE
     if not path.is_file():
         raise DataError(f"tokenizer={spec}: not found. Give bytes, a {TOKENIZER_FILE} or a folder with one.")
-    configured = _configured_special_tokens(path.parent)
+    configured = named_tokens(path.parent)
     return HuggingFaceTokenizer(
         _read_text(path),
         str(path),
@@ -286,25 +302,6 @@ def _id_of(token: str, option: str, ids: Mapping[str, int], where: str) -> int:
     if token not in ids:
         raise DataError(f"{where}: {token!r} is not in the vocabulary. Name a token that is with {option}.")
     return ids[token]
-
-
-def _configured_special_tokens(folder: Path) -> dict[str, str]:
-    """Return the names of BOS and EOS that the files beside a tokenizer state."""
-    names: dict[str, str] = {}
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / file
-        if not path.is_file():
-            continue
-        try:
-            content = json.loads(_read_text(path))
-        except ValueError as error:
-            raise DataError(f"{path}: not JSON ({error}). Repair or remove it.") from error
-        for key in ("eos_token", "bos_token"):
-            value = content.get(key)
-            token = value.get("content") if isinstance(value, dict) else value
-            if token and key not in names:
-                names[key] = token
-    return names
 
 
 def _fingerprint(parsed: Mapping[str, Any], bos_id: int | None, eos_id: int) -> str:

@@ -13,14 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from fbt_megatron.data.hashing import hash64
 from fbt_megatron.data.sources import Document, Inputs, find_inputs, plan_chunks, read_documents
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
+from fbt_megatron.data.tokenizer_config import TOKENIZER_CONFIG_FILE
 from fbt_megatron.errors import DataError
 from fbt_megatron.files import write_durably
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_FILE = "training.json"
-_CONFIG_FILE = "tokenizer_config.json"
 _CHUNK_BYTES = 1 << 26
-_MIN_VOCAB_SIZE = 257
+_NUM_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,34 @@ class TokenizerTraining:
     inputs: tuple[str, ...]
     """Files, folders or `python-stdlib`."""
     vocab_size: int
-    """Number of ids, the 256 bytes and `<|endoftext|>` included."""
+    """Number of ids, the 256 bytes and the special tokens included."""
     text_key: str = "text"
     """Key of JSON lines and column of Parquet that hold the text."""
     max_bytes: int = 1 << 30
     """Larger inputs are sampled by document to about this size on disk."""
+    special_tokens: tuple[str, ...] = ()
+    """Beside `<|endoftext|>`, such as those of a chat template; no text gets their ids."""
+
+    def check(self) -> None:
+        """Raises DataError for settings that no text can satisfy."""
+        for place, token in enumerate(self.special_tokens):
+            if len(token) < 2 or token != token.strip():
+                rule = "must have at least two characters, and no white space around them"
+            elif token == END_OF_TEXT:
+                rule = "is there already"
+            elif token in self.special_tokens[:place]:
+                rule = "is named twice"
+            else:
+                continue
+            raise DataError(f"--special-tokens {token!r}: {rule}. Leave it out or write it differently.")
+        specials = f"{1 + len(self.special_tokens)} special tokens" if self.special_tokens else END_OF_TEXT
+        smallest = _NUM_BYTES + 1 + len(self.special_tokens)
+        if self.vocab_size < smallest:
+            raise DataError(
+                f"--vocab-size {self.vocab_size}: must be at least {smallest}: {_NUM_BYTES} bytes and {specials}."
+            )
+        if self.max_bytes < 1:
+            raise DataError(f"--max-bytes {self.max_bytes}: must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -69,30 +92,26 @@ def train_tokenizer(training: TokenizerTraining, out: Path, *, restart: bool = F
     Raises:
         DataError: the inputs cannot be read or are too small for the vocabulary, or `out` holds another tokenizer.
     """
-    if training.vocab_size < _MIN_VOCAB_SIZE:
-        raise DataError(
-            f"--vocab-size {training.vocab_size}: must be at least {_MIN_VOCAB_SIZE}: 256 bytes and {END_OF_TEXT}."
-        )
-    if training.max_bytes < 1:
-        raise DataError(f"--max-bytes {training.max_bytes}: must be at least 1.")
+    training.check()
     inputs = find_inputs(training.inputs)
     identity = _identity(training, inputs)
     if (out / TOKENIZER_FILE).exists() and not restart:
         return _earlier(out, identity)
     seen = _Seen()
-    definition = _learn(_texts(training, inputs, seen), training.vocab_size)
+    definition = _learn(_texts(training, inputs, seen), training)
     outcome = TrainedTokenizer(str(out / TOKENIZER_FILE), training.vocab_size, seen.num_documents, seen.num_bytes)
     _write(out, definition, {"settings": identity, "num_documents": seen.num_documents, "num_bytes": seen.num_bytes})
     return outcome
 
 
-def _learn(texts: Iterator[str], vocab_size: int) -> str:
+def _learn(texts: Iterator[str], training: TokenizerTraining) -> str:
+    vocab_size = training.vocab_size
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *training.special_tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -121,13 +140,14 @@ def _texts(training: TokenizerTraining, inputs: Inputs, seen: _Seen) -> Iterator
 
 
 def _identity(training: TokenizerTraining, inputs: Inputs) -> dict[str, Any]:
-    return {
+    identity = {
         "inputs": list(training.inputs),
         "input fingerprint": inputs.fingerprint,
         "vocab_size": training.vocab_size,
         "text_key": training.text_key,
         "max_bytes": training.max_bytes,
     }
+    return identity | ({"special_tokens": list(training.special_tokens)} if training.special_tokens else {})
 
 
 def _earlier(out: Path, identity: dict[str, Any]) -> TrainedTokenizer:
@@ -154,7 +174,7 @@ def _write(out: Path, definition: str, record: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / TOKENIZER_FILE).unlink(missing_ok=True)
         write_durably(out / TRAINING_FILE, json.dumps(record, indent=1) + "\n")
-        write_durably(out / _CONFIG_FILE, json.dumps(config, indent=1) + "\n")
+        write_durably(out / TOKENIZER_CONFIG_FILE, json.dumps(config, indent=1) + "\n")
         write_durably(out / TOKENIZER_FILE, definition)
     except OSError as error:
         raise DataError(f"{out}: cannot write ({error}).") from error

@@ -24,19 +24,19 @@ from fbt_megatron.checkpoint.manifest import WEIGHTS, Manifest
 from fbt_megatron.config.loader import format_config, save_config
 from fbt_megatron.config.schema import CheckpointConfig, FeedbackConfig, FusionKind, ParallelConfig, RunConfig
 from fbt_megatron.data.tokenizer import TOKENIZER_FILE
+from fbt_megatron.data.tokenizer_config import (
+    CHAT_TEMPLATE_FILE,
+    SPECIAL_TOKENS_FILE,
+    TOKENIZER_CONFIG_FILE,
+    read_json,
+)
 from fbt_megatron.errors import CheckpointError, ConfigError
 from fbt_megatron.hf.folder import CONFIG_FILE, check_free, read_config
 from fbt_megatron.hf.model_config import MODEL_TYPE, model_config
 from fbt_megatron.hf.names import exported_name, plain_name
 from fbt_megatron.hf.plain_import import plain_model_config
 from fbt_megatron.hf.safetensors_files import StoredTensors, open_tensors
-from fbt_megatron.hf.tokenizer_files import (
-    CHAT_TEMPLATE_FILE,
-    GENERATION_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FOLDER,
-    read_json,
-)
+from fbt_megatron.hf.tokenizer_files import GENERATION_FILE, TOKENIZER_FOLDER
 from fbt_megatron.model.initialization import draw_tensor
 from fbt_megatron.parallel.logical_tensor import LogicalTensor, Rect
 from fbt_megatron.planner import logical_tensors
@@ -191,7 +191,7 @@ def _copy_tokenizer(source: Path, folder: Path, end_ids: Any, log: Callable[[str
         log(f"note: {source} has no {TOKENIZER_FILE}, so the tokenizer is left out.")
         return
     folder.mkdir()
-    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", CHAT_TEMPLATE_FILE):
+    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE, CHAT_TEMPLATE_FILE):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if end_ids is not None:

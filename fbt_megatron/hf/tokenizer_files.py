@@ -25,13 +25,12 @@ from fbt_megatron.data.tokenizer import (
     load_tokenizer,
     starts_with_bos,
 )
+from fbt_megatron.data.tokenizer_config import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_json, token_text
 from fbt_megatron.errors import CheckpointError, DataError
 
 TOKENIZER_FOLDER = "tokenizer"
 """Of an imported model, beside its checkpoints."""
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 NO_TOKENIZER = "none"
 BYTE_EOS_TOKEN = "<|endoftext|>"
 
@@ -221,7 +220,7 @@ def tokenizer_files(found: ModelTokenizer, *, seq_length: int) -> dict[str, str]
         definition, special = found.tokenizer.definition, found.tokenizer.special_tokens
     else:
         definition, special = _byte_definition(), {"eos_token": BYTE_EOS_TOKEN}
-    values = {key: _content(kept[key]) for key in _KEPT_KEYS if kept.get(key) is not None} | special
+    values = {key: token_text(kept[key]) for key in _KEPT_KEYS if kept.get(key) is not None} | special
     values.setdefault("pad_token", special["eos_token"])
     values |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -305,19 +304,3 @@ def _byte_character(byte: int) -> str:
     if byte in printing:
         return chr(byte)
     return chr(256 + sum(other not in printing for other in range(byte)))
-
-
-def read_json(folder: Path | None, name: str) -> dict[str, Any]:
-    """The content of a JSON file that may be absent; raises DataError where it cannot be read."""
-    if folder is None or not (folder / name).is_file():
-        return {}
-    try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / name}: cannot be read ({error}). Repair or remove it.") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _content(value: Any) -> Any:
-    """A special token may be written as text, or as an object with its text in `content`."""
-    return value["content"] if isinstance(value, dict) and "content" in value else value

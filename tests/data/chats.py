@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -16,6 +16,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+SHIPPED = (Path(__file__).parents[2] / "configs" / "chat_templates" / "chatml.jinja").read_text()
 # As of Llama 3: BOS, content without surrounding white space, alternating roles.
 HEADER_TOKENS = ("<|begin|>", "<|eot|>", "<|head|>", "<|/head|>")
 HEADERS = """{{- bos_token }}
@@ -29,6 +30,44 @@ HEADERS = """{{- bos_token }}
     {{- '<|head|>assistant<|/head|>\\n\\n' }}
 {%- endif %}
 """
+# The part of Qwen3's for text: what follows the last question begins with what was thought, and nothing else does.
+QWEN3 = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(open=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.open and message.role == "user" %}
+        {%- set ns.open = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning) %}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' }}
+            {{- content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
 TEXT = "What is two plus two? Four.\n\n\nAnd the capital of France?\n\n\nParis. naïve → 日本語 🙂\n\n\n"
 
 
@@ -39,7 +78,7 @@ def chat(*texts: str, system: str | None = None) -> list[dict[str, str]]:
     return [*start, *({"role": roles[n % 2], "content": text} for n, text in enumerate(texts))]
 
 
-def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
+def bpe(specials: Sequence[str | AddedToken], *, vocab_size: int = 300) -> Tokenizer:
     """A byte-level tokenizer with these special tokens, whose post-processor would add the first one in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,7 +90,7 @@ def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT * 20], trainer)
-    first = specials[0]
+    first = str(specials[0])
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=True),
@@ -61,8 +100,9 @@ def bpe(specials: Sequence[str], *, vocab_size: int = 300) -> Tokenizer:
     return tokenizer
 
 
-def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
+def masked_tokens(messages: list[dict[str, str]], tokenizer: Tokenizer | None = None) -> list[tuple[int, bool]]:
     """Tokens of a conversation in ChatML, and whether all bytes of each belong to an answer with its end of turn."""
+    tokenizer = tokenizer or bpe(CHATML_TOKENS)
     text, answer_bytes = b"", set[int]()
     for message in messages:
         text += f"<|im_start|>{message['role']}\n".encode()
@@ -70,7 +110,6 @@ def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
         if message["role"] == "assistant":
             answer_bytes |= set(range(len(text), len(end)))
         text = end + b"\n"
-    tokenizer = bpe(CHATML_TOKENS)
     tokens, place = [], 0
     for token in tokenizer.encode(text.decode(), add_special_tokens=False).ids:
         stop = place + len(tokenizer.id_to_token(token))  # byte-level tokens have a character for each byte
@@ -80,7 +119,7 @@ def masked_tokens(messages: list[dict[str, str]]) -> list[tuple[int, bool]]:
     return tokens
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, template: Any = None, **config: str) -> str:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, template: Any = None, **config: Any) -> str:
     """The folder of a tokenizer with a template and its special tokens; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -29,12 +29,16 @@ from fbt_megatron.data import build, shard_writer, sources
 from fbt_megatron.data.arrangement import shard_boundaries, shuffled, validation_mask
 from fbt_megatron.data.build import BuildSettings, build_dataset
 from fbt_megatron.data.build_folder import BUILD_FILE
+from fbt_megatron.data.chat_template import load_chat_template
 from fbt_megatron.data.chunks import TokenizerSpec
+from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.data.format import dataset_from_json, decode_index
 from fbt_megatron.data.pool import run_tasks
 from fbt_megatron.data.progress import Progress, format_count
+from fbt_megatron.data.tokenizer import load_tokenizer
 from fbt_megatron.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from fbt_megatron.errors import DataError
+from tests.data.chats import CHATML, CHATML_TOKENS, bpe, chat, write_tokenizer
 from tools import build_shards
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +182,25 @@ def test_tokenizer_beside_the_data_gives_the_same_ids(corpus, tmp_path):
     info = described(tmp_path / "out/train")
     copy = TokenizerSpec(str(tmp_path / "out/train" / info.tokenizer.file)).load()
     assert (copy.fingerprint, copy.eos_id) == (info.tokenizer.fingerprint, info.eos_id)
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "both"])
+def test_tokenizer_beside_the_data_has_the_chat_template(corpus, tmp_path, place):
+    """And the special tokens that it may name, so that conversations get the same text and ids from either folder."""
+    tokenizer = bpe(CHATML_TOKENS)
+    config = {"chat_template": "other" if place == "both" else CHATML} if place != "chat_template.jinja" else {}
+    folder = tmp_path / "t"
+    write_tokenizer(folder, tokenizer, eos_token="<|endoftext|>", unk_token={"content": "<|im_end|>"}, **config)
+    if place != "tokenizer_config.json":
+        (folder / "chat_template.jinja").write_text("{{ unk_token }}" + CHATML)
+    spec = TokenizerSpec(str(folder / "tokenizer.json"))
+    build_dataset(settings(corpus, tokenizer=spec), tmp_path / "out")
+    encoded = []
+    for name in (folder, tmp_path / "out/tokenizer"):
+        template = load_chat_template(None, spec=str(name), tokenizer=load_tokenizer(str(name)))
+        encoded.append(ConversationLines(load_tokenizer(str(name)), template).encode(chat("a", "b"), "here"))
+        assert "unk_token" in template.variables
+    assert encoded[0].tokens.tolist() == encoded[1].tokens.tolist()
 
 
 def test_another_tokenizer_beside_the_data_is_not_overwritten(corpus, tmp_path):

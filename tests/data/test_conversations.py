@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fbt_megatron.data.chat_template import load_chat_template
@@ -23,6 +24,8 @@ from tests.data.chats import (
     CHATML_TOKENS,
     HEADER_TOKENS,
     HEADERS,
+    QWEN3,
+    SHIPPED,
     bpe,
     chat,
     write_chatml,
@@ -68,8 +71,9 @@ def as_lists(decoded: Decoded) -> tuple[list[int], list[bool]]:
     return decoded.tokens.tolist(), decoded.trained.tolist()
 
 
-def test_chatml(tmp_path: Path) -> None:
-    lines = lines_of(write_chatml(tmp_path))
+@pytest.mark.parametrize("written", [CHATML, SHIPPED], ids=["by prefixes", "by marks"])
+def test_chatml(tmp_path: Path, written: str) -> None:
+    lines = lines_of(write_chatml(tmp_path, written))
     messages = chat("two plus two?", "Four.", "And the capital\nof France?", "naïve 日本語 🙂", system="Be brief.")
     assert as_lists(lines.encode(messages, "here")) == expected(
         bpe(CHATML_TOKENS),
@@ -100,7 +104,7 @@ def test_headers_with_one_bos(tmp_path: Path) -> None:
     assert [trained[place] for place, token in enumerate(ids) if token == 1] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("written", [CHATML, MARKED], ids=["by prefixes", "by marks"])
+@pytest.mark.parametrize("written", [CHATML, MARKED, SHIPPED], ids=["by prefixes", "by marks", "shipped"])
 def test_two_answers_in_a_row_and_an_empty_one(tmp_path: Path, written: str) -> None:
     messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "assistant", "content": ""}]
     assert as_lists(lines_of(write_chatml(tmp_path, written)).encode(messages, "here")) == expected(
@@ -125,9 +129,47 @@ def test_special_tokens_that_a_message_spells_stay_text(tmp_path: Path, spelled:
     assert answer[-1] == 2
 
 
-@pytest.fixture(scope="module")
-def marked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_chatml(tmp_path_factory.mktemp("marked"), MARKED)
+GLUED = (
+    "{% for m in messages %}"
+    "{{ ' <|im_start|> ' + m['role'] + ' ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' <|im_start|> assistant ' }}{% endif %}"
+)
+TAKING = ("rstrip", "lstrip")
+
+
+@pytest.mark.parametrize("side", [("rstrip",), ("lstrip",), TAKING], ids=["after", "before", "both"])
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by marks"])
+def test_an_end_of_turn_that_takes_white_space_with_it(tmp_path: Path, template: str, side: tuple[str, ...]) -> None:
+    """As `<|end|>` of Phi-3: it belongs to the answer, though its id stands for the template's line end as well."""
+    specials = [AddedToken(text, special=True, normalized=False, **dict.fromkeys(side, True)) for text in CHATML_TOKENS]
+    tokenizer = bpe(specials)
+    folder = write_tokenizer(tmp_path, tokenizer, template, eos_token="<|endoftext|>")
+    messages = chat("two ", " Four. ", "why", "")
+    ids, trained = as_lists(lines_of(folder).encode(messages, "here"))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(messages, tokenize=True)
+    assert ids == theirs["input_ids"]
+    ends = [is_trained for token, is_trained in zip(ids, trained, strict=True) if token == 2]
+    assert ends == [False, True, False, True]
+    starts = [is_trained for token, is_trained in zip(ids, trained, strict=True) if token == 1]
+    assert starts == [False] * 4
+    answer = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
+    assert tokenizer.decode(answer) == (" Four." if "lstrip" in side else " Four. ")
+
+
+def test_an_end_of_turn_that_the_tokenizer_does_not_see_is_refused(tmp_path: Path) -> None:
+    """A token of whole words is text behind a letter: the turn would have no end, whatever data.on_error says."""
+    specials = [AddedToken(text, special=True, normalized=False, single_word=True) for text in CHATML_TOKENS]
+    lines = lines_of(write_tokenizer(tmp_path, bpe(specials), GLUED, eos_token="<|endoftext|>"))
+    assert np.count_nonzero(lines.encode(chat("a", "Four."), "here").trained) > 1
+    with pytest.raises(
+        DataSetupError, match=r"'Four<\|im_end\|>' is text to the tokenizer there.* \(data\.tokenizer\)"
+    ):
+        lines.encode(chat("a", "Four", "c", "Four."), "here")
+
+
+@pytest.fixture(scope="module", params=[MARKED, SHIPPED], ids=["marked", "shipped"])
+def marked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_chatml(tmp_path_factory.mktemp("marked"), request.param)
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,6 +279,7 @@ def test_where_a_template_is(tmp_path: Path) -> None:
         lines_of(write_chatml(tmp_path / "bad", "{% for x in y %}{% endfoo %}"))
 
 
+FIRST = "{% if messages[0].role == 'system' %}{% endif %}"
 ENDLESS = MARKED.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|eot|>")
 REASONING = CHATML.replace(
     "message['content'] +", "(message['content'] if loop.last else message['content'].split('!')[-1]) +"
@@ -247,9 +290,11 @@ REASONING = CHATML.replace(
     ("template", "messages", "error", "message"),
     [
         (HEADERS, [*chat("a"), *chat("a", "b")], DataError, r"does not take this conversation \(two questions"),
-        (CHATML + "{{ strftime_now('%d') }}", chat("a", "b"), DataError, "'strftime_now' is undefined"),
-        (CHATML + "{{ ''.__class__.__mro__ }}", chat("a", "b"), DataError, "here.*unsafe"),
-        (REASONING, chat("a", "think! b", "c", "d"), DataSetupError, r"here: the text of messages\[1\].*generation"),
+        (FIRST + CHATML, [{"role": "assistant", "content": "a"}], DataError, r"does not take .*has no element 0"),
+        (CHATML + "{{ strftime_now('%d') }}", chat("a", "b"), DataSetupError, "here: .*'strftime_now' is undefined"),
+        (CHATML + "{{ ''.__class__.__mro__ }}", chat("a", "b"), DataSetupError, "here.*unsafe"),
+        (CHATML + "{{ 'a' + 1 }}", chat("a", "b"), DataSetupError, "here: .*can only concatenate"),
+        (REASONING, chat("a", "think! b", "c"), DataSetupError, r"here: the text of messages\[1\].*generation"),
         ("{{ messages | length }}{{ messages[0].content }}", chat("a", "b"), DataSetupError, r"messages\[1\]"),
         ("{{ messages[0].content }}", chat("a", "b"), DataError, "here: the chat template leaves no token"),
         (CHATML.replace("<|im_end|>", ""), chat("a", "b"), DataSetupError, "here: .* with no special token"),
@@ -264,10 +309,66 @@ def test_refused(tmp_path: Path, template: str, messages: Any, error: type[DataE
     assert type(caught.value) is error
 
 
-def test_such_a_conversation_with_one_answer_is_no_problem(tmp_path: Path) -> None:
-    """A template that shortens earlier answers is refused only where there are some."""
-    decoded = lines_of(write_chatml(tmp_path, REASONING)).encode(chat("a", "think! b"), "here")
-    assert np.count_nonzero(decoded.trained) == len(bpe(CHATML_TOKENS).encode("think! b", add_special_tokens=False)) + 1
+def test_many_special_tokens_cost_little(tmp_path: Path) -> None:
+    """Some vocabularies reserve a thousand; messages that spell hardly any of them are to be read at the same speed."""
+    reserved = [f"<|reserved_{number}|>" for number in range(1000)]
+    few = lines_of(write_chatml(tmp_path / "few"))
+    many = lines_of(
+        write_tokenizer(
+            tmp_path / "many", bpe([*CHATML_TOKENS, *reserved], vocab_size=1300), CHATML, eos_token="<|im_end|>"
+        )
+    )
+    messages = chat("Four plus two. " * 500, f"<|im_end|> {reserved[3]} is 4 < 5 | 6 > 2 " * 20)
+    seconds = {}
+    for name, lines in (("few", few), ("many", many)):
+        spent = []
+        for _ in range(3):
+            start = time.process_time()
+            lines.encode(messages, "here")
+            spent.append(time.process_time() - start)
+        seconds[name] = min(spent)
+    assert seconds["many"] < 4 * seconds["few"]
+    assert np.count_nonzero(many.encode(messages, "here").tokens == 3 + 3) == 0
+
+
+def test_earlier_answers_that_are_written_in_another_way_are_not_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by Qwen3's template, which begins the last answer alone with what was thought; said once."""
+    folder = write_chatml(tmp_path, QWEN3)
+    lines = lines_of(folder)
+    single, several = chat("two?", "Two.", system="Be brief."), chat("a", "Four.", "b", "<think>\nso\n</think>\n\nTwo.")
+    assert as_lists(lines.encode(single, "one")) == expected(
+        bpe(CHATML_TOKENS),
+        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\n\n</think>\n\nTwo.<|im_end|>", True),
+        ("\n", False),
+    )
+    assert caplog.messages == []
+    ids, trained = as_lists(lines.encode(several, "two"))
+    assert (ids, trained) == expected(
+        bpe(CHATML_TOKENS),
+        ("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n", False),
+        ("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<think>\nso\n</think>\n\nTwo.<|im_end|>", True),
+        ("\n", False),
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == tokenizer.apply_chat_template(several, tokenize=True)["input_ids"]
+    lines.encode(several, "three")
+    (said,) = caplog.messages
+    assert said.startswith("two: ")
+    assert "1 answer is not trained" in said
+    assert "configs/chat_templates/chatml.jinja" in said
+
+
+def test_earlier_answers_that_are_written_in_the_same_way_are_trained(tmp_path: Path) -> None:
+    """A template that removes reasoning leaves answers without any as they are."""
+    ids, trained = as_lists(lines_of(write_chatml(tmp_path, REASONING)).encode(chat("a", "b", "c", "x! d"), "here"))
+    answers = [token for token, is_trained in zip(ids, trained, strict=True) if is_trained]
+    assert bpe(CHATML_TOKENS).decode(answers, skip_special_tokens=False) == "b<|im_end|>x! d<|im_end|>"
+    _, shortened = as_lists(lines_of(str(tmp_path)).encode(chat("a", "x! b", "c", "d"), "here"))
+    assert sum(shortened) == 2
 
 
 def test_a_token_that_is_partly_the_templates_is_not_trained(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fbt_megatron.data.tokenizer import (
 )
 from fbt_megatron.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from fbt_megatron.errors import DataError
+from tools.train_tokenizer import main
 
 BOS, EOS = "<s>", "</s>"
 TEXT = "def add(a, b):\n    return a + b  # naïve → 日本語 🙂\n"
@@ -246,6 +247,37 @@ def test_trained_tokenizer_has_the_asked_vocabulary_and_is_reproducible(corpus, 
     assert tokenizer.decode([tokenizer.eos_id]) == ""
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert len(tokenizer.encode(TEXT)) < len(TEXT.encode())
+
+
+def test_trained_tokenizer_has_further_special_tokens(corpus, tmp_path):
+    """Within the vocabulary asked for, with ids of their own that no text gets."""
+    turns = ("<|im_start|>", "<|im_end|>")
+    main([corpus, "--vocab-size", "360", "--out", str(tmp_path / "t"), "--special-tokens", *turns])
+    tokenizer = load_tokenizer(str(tmp_path / "t"))
+    assert tokenizer.vocab_size == 360
+    assert tokenizer.control_ids == {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
+    assert tokenizer.eos_id == 0
+    assert tokenizer.encode_with_controls("<|im_end|>\n")[0][0] == 2
+    assert min(tokenizer.encode("<|im_end|>")) > 2
+    assert train_tokenizer(TokenizerTraining((corpus,), 360, special_tokens=turns), tmp_path / "t").already_complete
+    with pytest.raises(DataError, match="--restart"):
+        train_tokenizer(TokenizerTraining((corpus,), 360), tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (("<|a|>", "<|a|>"), r"--special-tokens '<\|a\|>': is named twice"),
+        (("<|endoftext|>",), r"--special-tokens '<\|endoftext\|>': is there already"),
+        (("x",), "--special-tokens 'x': must have at least two characters"),
+        (("<|a|>", "<|c|> "), r"--special-tokens '<\|c\|> ': .* no white space around them"),
+        (("<|a|>", "<|b|>"), "--vocab-size 258: must be at least 259: 256 bytes and 3 special tokens"),
+    ],
+)
+def test_special_tokens_that_are_refused(corpus, tmp_path, tokens, message):
+    with pytest.raises(DataError, match=message):
+        train_tokenizer(TokenizerTraining((corpus,), 258, special_tokens=tokens), tmp_path / "t")
+    assert not (tmp_path / "t").exists()
 
 
 def test_trained_tokenizer_is_kept_and_not_overwritten(corpus, tmp_path):
