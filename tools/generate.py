@@ -13,14 +13,13 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fbt_megatron.errors import DataError, DecodeError, FBTError, report
-from fbt_megatron.hf.tokenizer_files import open_template
 from fbt_megatron.inference.decoder import MODES, DecodeMode, Decoder
 from fbt_megatron.inference.generation import Completion, Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -84,7 +83,7 @@ def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings:
 
     A line that the model cannot take is said, and left out of the conversation.
     """
-    encode = _chat_encoder(loaded) if chat else None
+    template = loaded.conversations if chat else None  # one that is missing is said before the first line
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -96,7 +95,7 @@ def talk(loaded: LoadedModel, generators: dict[DecodeMode, Generator], settings:
             continue
         said = [*messages, {"role": "user", "content": line}]
         try:
-            ids = tuple(encode(said) if encode else loaded.encode(line))
+            ids = tuple(loaded.encode_chat(said) if template else loaded.encode(line))
             answers = [_answer(mode, generators, replace(settings, prompt=ids)) for mode in generators]
         except (DataError, DecodeError) as error:  # the next line may fit
             report(error)
@@ -231,17 +230,6 @@ def _prompt_of_json(line: str, where: str) -> str:
     if not isinstance(prompt, str):
         raise DecodeError(f"{where}: holds neither a string nor an object with a string prompt.")
     return prompt
-
-
-def _chat_encoder(loaded: LoadedModel) -> Callable[[list[dict[str, str]]], list[int]]:
-    """A function from messages to ids, as in training; raises DecodeError where the model has no chat template."""
-    conversations = open_template(loaded.tokenizer)
-    if conversations is None:
-        raise DecodeError(
-            f"--chat: the tokenizer of {loaded.path} has no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json). Use --interactive, which continues a text, or name one with --tokenizer."
-        )
-    return lambda messages: conversations.encode_prompt(conversations.render_prompt(messages, "this conversation"))
 
 
 def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:

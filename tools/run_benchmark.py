@@ -5,6 +5,7 @@ Examples:
       --num-shots 8 --out results/gsm8k
   torchrun --nproc-per-node=8 tools/run_benchmark.py exported --format humaneval --problems HumanEval.jsonl \\
       --samples 20 --temperature 0.8 --top-p 0.95 --out results/humaneval
+  python tools/run_benchmark.py runs/sft_1b --chat --format math --problems math500.jsonl --out results/math500
   python tools/run_benchmark.py --report results/humaneval --json
 
 A benchmark that was interrupted goes on with the same command. Programs that the model writes are run: read
@@ -19,7 +20,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -92,7 +93,11 @@ def run(arguments: argparse.Namespace, folder: ResultsFolder, launch: Launch) ->
         mode: Generator(Decoder(loaded.model, mode), tokenizer=loaded, num_ids=loaded.num_ids)
         for mode in _modes(arguments, loaded)
     }
+    encode: Callable[[str], Sequence[int]] = loaded.encode
+    if arguments.chat:
+        encode = partial(_encode_question, loaded)
     asking = Asking(
+        is_chat=arguments.chat,
         shots=shots,
         num_samples=arguments.samples,
         max_tokens=arguments.max_tokens or problems[0].max_tokens,
@@ -108,13 +113,17 @@ def run(arguments: argparse.Namespace, folder: ResultsFolder, launch: Launch) ->
         answer_problems(
             problems,
             generators,
-            loaded.encode,
+            encode,
             asking,
             folder,
             process=launch.rank,
             num_processes=launch.world_size,
             progress=bar.update,
         )
+
+
+def _encode_question(loaded: LoadedModel, question: str) -> list[int]:
+    return loaded.encode_chat([{"role": "user", "content": question}])
 
 
 def _settings(
@@ -127,6 +136,7 @@ def _settings(
         "tokenizer": loaded.tokenizer.tokenizer.fingerprint,
         "add_bos": loaded.tokenizer.add_bos,
         "eos_ids": sorted(loaded.eos_ids),
+        "chat_template": loaded.conversations.template_source if asking.is_chat else None,
         "dtype": str(loaded.model.dtype),
         "format": arguments.format,
         "problems": [problem.key for problem in problems],
@@ -212,6 +222,8 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         others = [_option(name) for name in given if name not in ("report", "json")]
         if others:
             parser.error(f"--report takes nothing but --json: leave {', '.join(others)} out")
+    if arguments.shots is not None and arguments.chat:
+        parser.error("--shots: worked examples go before texts to be continued, not before --chat's questions")
     if arguments.shots is None and arguments.num_shots is not None:
         parser.error("--num-shots needs a file of solved problems (--shots)")
     if arguments.shots is not None and arguments.num_shots is None:
@@ -235,6 +247,7 @@ def _add_problems(group: Any) -> None:
     group.add_argument("--format", choices=sorted(FORMATS), help="form of the problems: docs/evaluation.md")
     group.add_argument("--problems", type=Path, metavar="FILE", help="a JSON object per line")
     group.add_argument("--limit", type=int, metavar="N", help="the first N problems only")
+    group.add_argument("--chat", action="store_true", help="ask with the model's chat template (fine-tuned models)")
     group.add_argument("--shots", type=Path, metavar="FILE", help="solved problems of the same form, as examples")
     group.add_argument("--num-shots", type=int, metavar="N", help="how many of them, from the first on")
     group.add_argument("--out", type=Path, metavar="FOLDER", help="where answers are collected")

@@ -24,8 +24,10 @@ TOO_LONG = "too_long"
 class Asking:
     """How problems are put to the model."""
 
+    is_chat: bool
+    """Whether a problem is a message that the model answers, and no text that it continues."""
     shots: str
-    """Worked examples before each prompt."""
+    """Worked examples before each text."""
     num_samples: int
     max_tokens: int
     sampling: Sampling
@@ -69,7 +71,7 @@ def expected_keys(problems: Sequence[str], modes: Sequence[str], num_samples: in
 def answer_problems(
     problems: Sequence[Problem],
     generators: Mapping[DecodeMode, Generator],
-    encode: Callable[[str], list[int]],
+    encode: Callable[[str], Sequence[int]],
     asking: Asking,
     folder: ResultsFolder,
     *,
@@ -79,12 +81,13 @@ def answer_problems(
 ) -> None:
     """Answer what process `process` of `num_processes` has to answer and `folder` does not hold yet.
 
-    Answer n belongs to process n mod `num_processes`. `progress` is told how many answers have come. Raises FBTError.
+    `encode` makes ids of a text, or of a message that is to be answered. Answer n belongs to process n mod
+    `num_processes`. `progress` is told how many answers have come. Raises FBTError.
     """
     tasks = [
         _Task(problem_number * asking.num_samples + sample, problem, sample, ids)
         for problem_number, problem in enumerate(problems)
-        for ids in [tuple(encode(asking.shots + problem.prompt))]
+        for ids in [tuple(encode(problem.question if asking.is_chat else asking.shots + problem.prompt))]
         for sample in range(asking.num_samples)
     ]
     own = [task for task in tasks if task.number % num_processes == process]
@@ -117,7 +120,7 @@ def _request(task: _Task, asking: Asking) -> Request:
         asking.max_tokens,
         replace(asking.sampling, seed=draw_seed(asking.sampling.seed, task.problem.key, task.sample)),
         eos_ids=asking.eos_ids,
-        stop=task.problem.stop,
+        stop=() if asking.is_chat else task.problem.stop,  # an answer ends with its turn
         is_over=task.problem.is_over,
     )
 

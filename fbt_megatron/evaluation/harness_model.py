@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +19,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 
-from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation.benchmark import draw_seed
-from fbt_megatron.hf.tokenizer_files import open_template
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.sampling import Sampling
@@ -119,17 +116,6 @@ class FBTHarnessModel(TemplateLM):
         """What tells requests of this tokenizer from those of another."""
         return self._loaded.tokenizer.tokenizer.fingerprint
 
-    @cached_property
-    def _conversations(self) -> ConversationLines:
-        found = open_template(self._loaded.tokenizer)
-        if found is None:
-            raise EvaluationError(
-                f"--apply_chat_template: the tokenizer of {self._loaded.path} has no chat template "
-                "(chat_template.jinja, or chat_template in tokenizer_config.json). Leave it out, or name another "
-                "tokenizer."
-            )
-        return found
-
     def get_model_info(self) -> dict[str, Any]:
         """What the results say about the model."""
         mode, model = self._decoder.mode, self._loaded.model
@@ -142,13 +128,13 @@ class FBTHarnessModel(TemplateLM):
         }
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template of the model; raises EvaluationError where it has none, or one is asked for by name."""
+        """The template of the model; raises DecodeError where it has none, EvaluationError where one is named."""
         if isinstance(chat_template, str):
             raise EvaluationError(
                 f"--apply_chat_template {chat_template}: a model has one template here, that of its training or of "
                 "its tokenizer's folder. Leave the name out."
             )
-        return self._conversations.template_source if chat_template else None
+        return self._loaded.conversations.template_source if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as one text, in which special tokens count where the template has written them.
@@ -157,12 +143,12 @@ class FBTHarnessModel(TemplateLM):
         """
         self._uses_chat_template = True
         said, begun = (chat_history, "") if add_generation_prompt else (chat_history[:-1], chat_history[-1]["content"])
-        return self._conversations.render_prompt(said, "a conversation of the task", begun=begun)
+        return self._loaded.conversations.render_prompt(said, "a conversation of the task", begun=begun)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, begun as the documents of the training are unless `add_special_tokens` is False."""
         if self._uses_chat_template:
-            return self._conversations.encode_text(string)
+            return self._loaded.conversations.encode_text(string)
         if add_special_tokens is False:
             return self._loaded.tokenizer.tokenizer.encode(string)
         return self._loaded.encode(string)
@@ -248,7 +234,7 @@ class FBTHarnessModel(TemplateLM):
             sampling["temperature"] = 0.0
         elif "temperature" not in settings:
             sampling["temperature"] = 1.0
-        encode = self._conversations.encode_prompt if self._uses_chat_template else self.tok_encode
+        encode = self._loaded.conversations.encode_prompt if self._uses_chat_template else self.tok_encode
         ids = encode(context) or [self.prefix_token_id]
         return Request(
             tuple(self._cut(ids, room)),

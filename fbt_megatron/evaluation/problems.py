@@ -1,7 +1,7 @@
 """Problems with known answers or tests from local JSONL files, in the forms of GSM8K, MATH, HumanEval and MBPP.
 
 A prompt is a text to be continued, with worked examples before it where the benchmark has them: models that have been
-pretrained only answer no questions.
+pretrained only answer no questions. A question is a message for those that do.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class Problem(ABC):
     @abstractmethod
     def prompt(self) -> str:
         """The text to be continued, without examples."""
+
+    @property
+    @abstractmethod
+    def question(self) -> str:
+        """What a user asks in a conversation."""
 
     @property
     @abstractmethod
@@ -133,6 +138,10 @@ class GSM8K(MathProblem):
         return f"Question: {self._question}\nAnswer:"
 
     @property
+    def question(self) -> str:
+        return f"{self._question}\n\nEnd with the answer as a number after ####."
+
+    @property
     def solved(self) -> str:
         return f"{self.prompt} {self._answer}\n\n"
 
@@ -162,6 +171,10 @@ class Math(MathProblem):
         return f"Problem:\n{self._problem}\n\nSolution:"
 
     @property
+    def question(self) -> str:
+        return f"{self._problem}\n\nPut the final answer in \\boxed{{}}."
+
+    @property
     def solved(self) -> str:
         solution = self._solution if isinstance(self._solution, str) else f"The answer is $\\boxed{{{self.expected}}}$."
         return f"{self.prompt} {solution}\n\n"
@@ -184,6 +197,12 @@ class HumanEval(CodeProblem):
     @property
     def prompt(self) -> str:
         return self._begun
+
+    @property
+    def question(self) -> str:
+        return (
+            f"Complete this function. Write all of it in one block of code.\n\n```python\n{self._begun.rstrip()}\n```"
+        )
 
     @property
     def solved(self) -> None:
@@ -213,6 +232,14 @@ class MBPP(CodeProblem):
         return (
             f"You are an expert Python programmer, and here is your task: {self._text} "
             f"Your code should pass these tests:\n\n{tests}\n[BEGIN]\n"
+        )
+
+    @property
+    def question(self) -> str:
+        tests = "\n".join(self._tests)
+        return (
+            f"{self._text} Write it in Python, in one block of code. It has to pass these tests:\n\n"
+            f"```python\n{tests}\n```"
         )
 
     @property

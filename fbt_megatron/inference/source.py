@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -14,13 +14,15 @@ import torch
 from fbt_megatron.checkpoint.manifest import Manifest, hash_file
 from fbt_megatron.checkpoint.reading import StoredWeights, open_weights
 from fbt_megatron.config.schema import DataConfig, RunConfig
+from fbt_megatron.data.chat_template import Messages
+from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.errors import CheckpointError, DecodeError
 from fbt_megatron.hf.export import note_untrained_feedback
 from fbt_megatron.hf.folder import CONFIG_FILE, read_config
 from fbt_megatron.hf.model_config import model_config
 from fbt_megatron.hf.names import exported_name
 from fbt_megatron.hf.safetensors_files import DTYPES, PRECISION_DTYPES, StoredTensors, open_tensors, tensor_files
-from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer
+from fbt_megatron.hf.tokenizer_files import TOKENIZER_FOLDER, ModelTokenizer, end_ids, find_tokenizer, open_template
 from fbt_megatron.inference.model import DecoderModel, Targets
 from fbt_megatron.planner import logical_tensors
 
@@ -70,6 +72,21 @@ class LoadedModel:
         bos_id = self.tokenizer.tokenizer.bos_id
         start = [bos_id] if self.tokenizer.add_bos and bos_id is not None else []
         return [*start, *self.tokenizer.tokenizer.encode(text)]
+
+    @cached_property
+    def conversations(self) -> ConversationLines:
+        """What makes a conversation ids, as in training; raises DecodeError where there is no chat template."""
+        found = open_template(self.tokenizer)
+        if found is None:
+            raise DecodeError(
+                f"the tokenizer of {self.path} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json). Leave conversations out, or name a folder with one as the tokenizer."
+            )
+        return found
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Ids of a conversation up to the answer that is to follow; raises DecodeError as `conversations` does."""
+        return self.conversations.encode_prompt(self.conversations.render_prompt(messages, "this conversation"))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens left out."""

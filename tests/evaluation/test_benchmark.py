@@ -35,6 +35,7 @@ pytest.importorskip("math_verify", reason="requirements-eval.txt is not installe
 
 MODES = [DecodeMode("standard", 1), DecodeMode("fused", 2)]
 ASKING = Asking(
+    is_chat=False,
     shots="",
     num_samples=2,
     max_tokens=8,
@@ -136,6 +137,26 @@ def test_each_seed_draws_other_samples(tmp_path: Path) -> None:
     assert len({*first.values(), *second.values()}) == 2 * 5 * 4
     fewer = drawn("fewer", problems[:2], 3, 0)
     assert fewer == {key: first[key] for key in fewer}
+
+
+def test_questions_are_messages_that_end_with_their_turn(tmp_path: Path) -> None:
+    """What is encoded is the question alone, and no text that a completion would be cut at ends an answer."""
+    problems = numbered(tmp_path / "problems.jsonl", count=2)
+    folder = ResultsFolder(tmp_path / "answers")
+    folder.claim({"about": "numbers"})
+    asked: list[Request] = []
+
+    class Listening(Scripted):
+        def generate(self, requests: Sequence[Request], *, batch_size: int) -> list[Completion]:
+            asked.extend(requests)
+            return super().generate([replace(one, prompt=tuple(b"Q: 1 ?")) for one in requests], batch_size=batch_size)
+
+    asking = replace(ASKING, is_chat=True, shots="", num_samples=1)
+    answer(problems, folder, {MODES[0]: Listening(MODES[0])}, asking=asking)
+    expected = [f"{n} ?\n\nEnd with the answer as a number after ####." for n in range(2)]
+    assert [bytes(request.prompt).decode() for request in asked] == expected
+    assert [request.stop for request in asked] == [(), ()]
+    assert [found.correct for found in folder.answers().values()] == [False, True]
 
 
 def test_prompts_that_are_too_long_count_as_wrong(tmp_path: Path) -> None:
@@ -360,6 +381,7 @@ def test_the_digest_is_that_of_the_weights(trained: Trained, tmp_path: Path) -> 
         (["--modes", "soft", "--prefill-passes", "2"], 2, "--prefill-passes=2: goes with mode fused"),
         (["--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
         (["--temperature", "-1"], 2, "DecodeError: temperature=-1.0"),
+        (["--chat"], 2, "has no chat template"),
     ],
 )
 def test_the_tool_refuses_in_one_line(
@@ -386,6 +408,7 @@ def test_the_tool_refuses_in_one_line(
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--samples", "2"], "set --temperature"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--shots", "s"], "--shots needs --num-shots"),
         (["m", "--format", "math", "--problems", "p", "--out", "o", "--limit", "0"], "--limit must be at least 1"),
+        (["m", "--format", "math", "--problems", "p", "--out", "o", "--shots", "s", "--chat"], "--chat's questions"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:

@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from fbt_megatron.errors import DataError
+from fbt_megatron.evaluation.problems import GSM8K
+from fbt_megatron.evaluation.results import ResultsFolder
 from fbt_megatron.hf.export import export_checkpoint
-from fbt_megatron.hf.tokenizer_files import open_template
 from fbt_megatron.inference.decoder import DecodeMode, Decoder
 from fbt_megatron.inference.generation import Generator, Request
-from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.inference.source import load_model
 from fbt_megatron.parallel.topology import ParallelTopology
 from tests.data.chats import CHATML_TOKENS, bpe, chat, masked_tokens
 from tests.training.chat_run import ANSWER, END_OF_TEXT, END_OF_TURN, TEMPLATE, ChatRun
-from tools import evaluate, generate
+from tools import evaluate, generate, run_benchmark
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +43,6 @@ def source(tuned: ChatRun, exported: Path, request: pytest.FixtureRequest) -> Pa
 def ids_of(*parts: str) -> list[int]:
     """Ids of texts by themselves, special tokens among them."""
     return [token for part in parts for token in bpe(CHATML_TOKENS).encode(part, add_special_tokens=False).ids]
-
-
-def prompt_of(loaded: LoadedModel, messages: list[dict[str, str]]) -> list[int]:
-    conversations = open_template(loaded.tokenizer)
-    assert conversations is not None
-    return conversations.encode_prompt(conversations.render_prompt(messages, "here"))
 
 
 def losses_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
@@ -113,7 +108,7 @@ def test_a_chat_stops_at_the_end_of_the_turn(
     """By the trained template, of which the tokenizer's EOS is no part; without that id it goes on."""
     loaded = load_model(source)
     assert loaded.eos_ids == {END_OF_TEXT, END_OF_TURN}
-    prompt = prompt_of(loaded, chat("two"))
+    prompt = loaded.encode_chat(chat("two"))
     assert prompt == ids_of("<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n")
     generator = Generator(Decoder(loaded.model, DecodeMode.of("standard")), tokenizer=loaded)
     (done,) = generator.generate([Request(tuple(prompt), max_tokens=12, eos_ids=loaded.eos_ids)])
@@ -129,7 +124,7 @@ def test_a_chat_stops_at_the_end_of_the_turn(
 
 def test_what_a_user_types_is_text(source: Path) -> None:
     typed = "two<|im_end|>\n<|im_start|>"
-    found = prompt_of(load_model(source), chat(typed))
+    found = load_model(source).encode_chat(chat(typed))
     assert [token for token in found if token < len(CHATML_TOKENS)] == [1, 2, 1]
     assert bpe(CHATML_TOKENS).decode(found) == f"user\n{typed}\nassistant\n"
 
@@ -144,7 +139,26 @@ def test_the_export_says_the_same_to_transformers(tuned: ChatRun, exported: Path
     found = AutoTokenizer.from_pretrained(exported).apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert found == prompt_of(load_model(tuned.run), messages) == prompt_of(load_model(exported), messages)
+    assert found == load_model(tuned.run).encode_chat(messages) == load_model(exported).encode_chat(messages)
+
+
+def test_benchmarks_ask_by_the_template(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is the trained one and ends with its turn; without --chat the same words are continued."""
+    pytest.importorskip("math_verify", reason="requirements-eval.txt is not installed")
+    monkeypatch.setattr(GSM8K, "question", property(lambda self: self._question))  # a row is short
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "two", "answer": "#### 4"}) + "\n")
+    command = [str(source), "--format", "gsm8k", "--problems", str(tmp_path / "p.jsonl"), "--max-tokens", "8"]
+    for name, options in (("chat", ["--chat"]), ("plain", [])):
+        assert run_benchmark.main([*command, "--out", str(tmp_path / name), "--modes", "standard", *options]) == 0
+        capsys.readouterr()
+    (found,) = ResultsFolder(tmp_path / "chat").answers().values()
+    assert (found.text, found.finish) == (ANSWER, "eos")
+    assert ResultsFolder(tmp_path / "chat").settings["chat_template"] == TEMPLATE
+    (found,) = ResultsFolder(tmp_path / "plain").answers().values()
+    assert found.text != ANSWER
+    assert ResultsFolder(tmp_path / "plain").settings["chat_template"] is None
 
 
 @contextmanager
@@ -160,8 +174,8 @@ def test_a_template_that_is_not_there(tuned: ChatRun, tmp_path: Path) -> None:
     """Another one is not taken for it, unless the user names it."""
     (tmp_path / "tokenizer.json").write_bytes((tuned.tokenizer / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    expected = prompt_of(load_model(tuned.run), chat("two"))
-    assert prompt_of(load_model(tuned.run, tokenizer=str(tmp_path)), chat("two")) == expected
+    expected = load_model(tuned.run).encode_chat(chat("two"))
+    assert load_model(tuned.run, tokenizer=str(tmp_path)).encode_chat(chat("two")) == expected
     with moved(tuned.template, tmp_path / "elsewhere.jinja"):
         with pytest.raises(DataError, match=r"data\.chat_template=.*trained\.jinja: .* is not there\. .*--tokenizer"):
             load_model(tuned.run)
@@ -169,7 +183,7 @@ def test_a_template_that_is_not_there(tuned: ChatRun, tmp_path: Path) -> None:
             load_model(tuned.run, tokenizer=str(tmp_path))
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
         loaded = load_model(tuned.run, tokenizer=str(tmp_path))
-    assert prompt_of(loaded, chat("two")) == expected
+    assert loaded.encode_chat(chat("two")) == expected
     assert loaded.eos_ids == {END_OF_TEXT, END_OF_TURN}
 
 
@@ -187,7 +201,7 @@ def test_the_harness_asks_as_in_training(source: Path) -> None:
     request = SimpleNamespace(args=(text, {"until": [], "max_gen_toks": 12, "do_sample": False}))
     assert model.generate_until([request], disable_tqdm=True) == [ANSWER]
     spelled = chat("two<|im_end|>", ANSWER, "why")
-    assert model.tok_encode(model.apply_chat_template(spelled)) == prompt_of(loaded, spelled)
+    assert model.tok_encode(model.apply_chat_template(spelled)) == loaded.encode_chat(spelled)
     begun = model.apply_chat_template([*spelled, {"role": "assistant", "content": "A<|im_end|>"}], False)
-    added = model.tok_encode(begun)[len(prompt_of(loaded, spelled)) :]
+    added = model.tok_encode(begun)[len(loaded.encode_chat(spelled)) :]
     assert bpe(CHATML_TOKENS).decode(added, skip_special_tokens=True) == "A<|im_end|>"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fbt_megatron.errors import EvaluationError
+from fbt_megatron.errors import DecodeError, EvaluationError
 from fbt_megatron.evaluation import harness
 from fbt_megatron.inference.decoder import DecodeMode
 from fbt_megatron.inference.source import load_model
@@ -215,7 +215,7 @@ def test_chat_templates_and_sampling(trained: Trained, tmp_path: Path) -> None:
         "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
     model = FBTHarnessModel(str(tmp_path))
-    with pytest.raises(EvaluationError, match="has no chat template"):
+    with pytest.raises(DecodeError, match="has no chat template"):
         model.chat_template(True)
     (tmp_path / "chat_template.jinja").write_text(template)
     model = FBTHarnessModel(str(tmp_path), batch_size=2)

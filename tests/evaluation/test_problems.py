@@ -177,6 +177,29 @@ def test_where_a_program_is_over(tmp_path: Path, text: str, stopped: str) -> Non
     assert answered(read_one(tmp_path, "humaneval", HUMANEVAL), text) == stopped
 
 
+@pytest.mark.parametrize(
+    ("form", "record", "question"),
+    [
+        ("gsm8k", GSM8K, "What is 600 + 400?\n\nEnd with the answer as a number after ####."),
+        ("math", MATH_500, "Half of one?\n\nPut the final answer in \\boxed{}."),
+        (
+            "humaneval",
+            HUMANEVAL,
+            "Complete this function. Write all of it in one block of code.\n\n```python\nfrom typing import List\n\n\n"
+            'def total(numbers: List[int]) -> int:\n    """Sum.\n    """\n```',
+        ),
+        (
+            "mbpp",
+            SANITIZED,
+            "Write a function to add. Write it in Python, in one block of code. It has to pass these tests:\n\n"
+            "```python\nassert add(1, 2) == 3\n```",
+        ),
+    ],
+)
+def test_questions_of_a_conversation(tmp_path: Path, form: str, record: dict[str, Any], question: str) -> None:
+    assert read_one(tmp_path, form, record).question == question
+
+
 def test_prompts_with_examples(tmp_path: Path) -> None:
     problems = read_problems(written(tmp_path / "test.jsonl", GSM8K), "gsm8k")
     train = written(tmp_path / "train.jsonl", *({"question": f"Q{n}?", "answer": f"#### {n}"} for n in range(3)))
