@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, processors
+
+from tests.data.bpe import byte_level_bpe
 
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -80,16 +82,7 @@ def chat(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 def bpe(specials: Sequence[str | AddedToken], *, vocab_size: int = 300) -> Tokenizer:
     """A byte-level tokenizer with these special tokens, whose post-processor would add the first one in front."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(specials),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT * 20], trainer)
+    tokenizer = byte_level_bpe(specials, TEXT, vocab_size=vocab_size)
     first = str(specials[0])
     tokenizer.post_processor = processors.Sequence(
         [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from fbt_megatron.data.tokenizer import (
     ByteTokenizer,
@@ -17,24 +17,15 @@ from fbt_megatron.data.tokenizer import (
 )
 from fbt_megatron.data.tokenizer_training import TokenizerTraining, train_tokenizer
 from fbt_megatron.errors import DataError
+from tests.data.bpe import byte_level_bpe
 from tools.train_tokenizer import main
 
 BOS, EOS = "<s>", "</s>"
 TEXT = "def add(a, b):\n    return a + b  # naïve → 日本語 🙂\n"
 
 
-def byte_level_bpe(specials=(BOS, EOS), vocab_size=300):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(specials),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT * 20], trainer)
-    return tokenizer
+def trained_bpe(specials=(BOS, EOS), vocab_size=300):
+    return byte_level_bpe(specials, TEXT, vocab_size=vocab_size)
 
 
 def adding(single):
@@ -52,7 +43,7 @@ def save(tokenizer, folder, config=None):
 
 @pytest.mark.parametrize("template", [None, f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
 def test_one_bos_and_one_eos_whatever_the_post_processor_adds(tmp_path, template):
-    raw = byte_level_bpe()
+    raw = trained_bpe()
     text_ids = raw.encode(TEXT, add_special_tokens=False).ids
     if template is not None:
         raw.post_processor = adding(template)
@@ -63,7 +54,7 @@ def test_one_bos_and_one_eos_whatever_the_post_processor_adds(tmp_path, template
 
 
 def test_other_special_tokens_in_a_text_stay_text(tmp_path):
-    raw = byte_level_bpe(specials=(BOS, EOS, "<|user|>"))
+    raw = trained_bpe(specials=(BOS, EOS, "<|user|>"))
     assert 2 in raw.encode("a <|user|> b").ids
     tokenizer = load_tokenizer(save(raw, tmp_path / "t", {"eos_token": EOS}))
     ids = tokenizer.encode("a <|user|> b")
@@ -73,7 +64,7 @@ def test_other_special_tokens_in_a_text_stay_text(tmp_path):
 
 @pytest.mark.parametrize("special", [True, False])
 def test_spelled_out_special_tokens_stay_text(tmp_path, special):
-    raw = byte_level_bpe(specials=())
+    raw = trained_bpe(specials=())
     raw.add_tokens([AddedToken(BOS, special=special), AddedToken(EOS, special=special)])
     tokenizer = load_tokenizer(save(raw, tmp_path / "t", {"bos_token": BOS, "eos_token": EOS}))
     text = f"the end is written {EOS}, the start {BOS}"
@@ -107,7 +98,7 @@ def test_document_without_text_gives_nothing(text):
 
 
 def test_truncation_padding_and_dropout_of_the_file_are_not_used(tmp_path):
-    raw = byte_level_bpe()
+    raw = trained_bpe()
     expected = raw.encode(TEXT).ids
     raw.enable_truncation(4)
     raw.enable_padding(length=500)
@@ -117,7 +108,7 @@ def test_truncation_padding_and_dropout_of_the_file_are_not_used(tmp_path):
 
 
 def test_bos_is_added_only_where_it_is_not_also_eos(tmp_path):
-    raw = byte_level_bpe()
+    raw = trained_bpe()
     both = load_tokenizer(save(raw, tmp_path / "t", {"bos_token": BOS, "eos_token": EOS}))
     same = load_tokenizer(str(tmp_path / "t"), bos_token=EOS)
     none = load_tokenizer(save(raw, tmp_path / "u", {"eos_token": EOS}))
@@ -131,16 +122,16 @@ def test_bos_is_added_only_where_it_is_not_also_eos(tmp_path):
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("value", [EOS, {"content": EOS, "lstrip": False}])
 def test_eos_is_read_from_the_files_beside_the_tokenizer(tmp_path, file, value):
-    folder = save(byte_level_bpe(specials=("<eos>", "<|endoftext|>", EOS)), tmp_path / "t")
+    folder = save(trained_bpe(specials=("<eos>", "<|endoftext|>", EOS)), tmp_path / "t")
     (tmp_path / "t" / file).write_text(json.dumps({"eos_token": value}))
     for spec in (folder, f"{folder}/tokenizer.json"):
         assert load_tokenizer(spec).eos_id == 2
 
 
 def test_eos_is_guessed_only_when_there_is_one_candidate(tmp_path):
-    assert load_tokenizer(save(byte_level_bpe(specials=("<pad>", EOS)), tmp_path / "one")).eos_id == 1
+    assert load_tokenizer(save(trained_bpe(specials=("<pad>", EOS)), tmp_path / "one")).eos_id == 1
     for name, specials in (("two", (EOS, "<|endoftext|>")), ("none", ("<pad>",))):
-        folder = save(byte_level_bpe(specials=specials), tmp_path / name)
+        folder = save(trained_bpe(specials=specials), tmp_path / name)
         with pytest.raises(DataError, match="--eos-token"):
             load_tokenizer(folder)
     assert load_tokenizer(str(tmp_path / "none"), eos_token="<pad>").eos_id == 0
@@ -166,7 +157,7 @@ def test_tokens_named_for_bytes_are_refused(option):
 
 @pytest.mark.parametrize("option", ["eos_token", "bos_token"])
 def test_an_empty_name_is_no_token_and_not_left_out(tmp_path, option):
-    save(byte_level_bpe(), tmp_path)
+    save(trained_bpe(), tmp_path)
     with pytest.raises(DataError, match=f"'' is not in the vocabulary.*--{option.replace('_', '-')}"):
         load_tokenizer(str(tmp_path), **{option: ""})
 
@@ -177,7 +168,7 @@ def test_missing_tokenizer_is_a_clear_error(tmp_path):
 
 
 def test_vocabulary_counts_to_the_largest_id():
-    raw = byte_level_bpe()
+    raw = trained_bpe()
     definition = json.loads(raw.to_str())
     definition["added_tokens"].append({**definition["added_tokens"][0], "id": 300, "content": "<pad>"})
     tokenizer = HuggingFaceTokenizer(json.dumps(definition), "t", EOS)
@@ -186,8 +177,8 @@ def test_vocabulary_counts_to_the_largest_id():
 
 
 def test_fingerprint_follows_what_decides_the_ids(tmp_path):
-    folder = save(byte_level_bpe(), tmp_path / "t", {"eos_token": EOS})
-    other = save(byte_level_bpe(vocab_size=290), tmp_path / "u", {"eos_token": EOS})
+    folder = save(trained_bpe(), tmp_path / "t", {"eos_token": EOS})
+    other = save(trained_bpe(vocab_size=290), tmp_path / "u", {"eos_token": EOS})
     one = load_tokenizer(folder).fingerprint
     assert one == load_tokenizer(f"{folder}/tokenizer.json").fingerprint
     assert len({one, load_tokenizer(other).fingerprint, load_tokenizer(folder, eos_token=BOS).fingerprint}) == 3
@@ -202,7 +193,7 @@ def test_bytes_round_trip(text):
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode("utf-8"))
 
 
-BPE = HuggingFaceTokenizer(byte_level_bpe().to_str(), "t", EOS, BOS)
+BPE = HuggingFaceTokenizer(trained_bpe().to_str(), "t", EOS, BOS)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))

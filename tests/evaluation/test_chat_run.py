@@ -19,6 +19,7 @@ from fbt_megatron.inference.generation import Generator, Request
 from fbt_megatron.inference.source import load_model
 from fbt_megatron.parallel.topology import ParallelTopology
 from tests.data.chats import CHATML_TOKENS, bpe, chat, masked_tokens
+from tests.evaluation.trained_run import assert_losses_of_the_run, losses_of
 from tests.training.chat_run import ANSWER, END_OF_TEXT, END_OF_TURN, TEMPLATE, ChatRun
 from tools import evaluate, generate, run_benchmark
 
@@ -45,18 +46,9 @@ def ids_of(*parts: str) -> list[int]:
     return [token for part in parts for token in bpe(CHATML_TOKENS).encode(part, add_special_tokens=False).ids]
 
 
-def losses_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    assert evaluate.main([*map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_rows_have_the_losses_of_the_metrics(tuned: ChatRun, capsys: pytest.CaptureFixture[str]) -> None:
     found = losses_of(capsys, tuned.run, "--rows", "--passes", 3, "--skip-soft")
-    for number, one in enumerate(found["modes"], start=1):
-        assert one["loss"] == pytest.approx(tuned.record[f"val_loss_pass_{number}"], rel=1e-5)
-        assert one["bits_per_byte"] == pytest.approx(tuned.record[f"val_bpb_pass_{number}"], rel=1e-5)
-        delta = tuned.record.get(f"hidden_delta_pass_{number}")
-        assert one["hidden_delta"] == (None if number == 1 else pytest.approx(delta, rel=1e-4))
+    assert_losses_of_the_run(found, tuned.record)
 
 
 def test_whole_conversations(tuned: ChatRun, capsys: pytest.CaptureFixture[str]) -> None:

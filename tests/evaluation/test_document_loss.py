@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 from argparse import Namespace
@@ -31,7 +30,7 @@ from fbt_megatron.parallel.topology import ParallelTopology
 from tests.data.chats import chat, masked_tokens, write_chatml, write_lines
 from tests.data.datasets import write_dataset
 from tests.distributed import free_port, run_distributed
-from tests.evaluation.trained_run import Trained
+from tests.evaluation.trained_run import Trained, assert_losses_of_the_run, losses_of
 from tests.inference.toy import Pair, random_prompts, reference_logits
 from tests.model.reference import Row, row_losses
 from tools import evaluate
@@ -167,34 +166,25 @@ def test_of_a_conversation_its_answers_are_predicted(tmp_path: Path) -> None:
     assert not list(document_pieces(dataset, seq_length=30, limit=0))
 
 
-def result_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
-    assert evaluate.main([*map(str, arguments), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def test_the_rows_have_the_losses_of_the_trainer(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    found = result_of(capsys, trained.run, "--rows", "--passes", 3, "--skip-soft")
+    found = losses_of(capsys, trained.run, "--rows", "--passes", 3, "--skip-soft")
     assert [one["mode"] for one in found["modes"]] == ["standard", "fused", "fused"]
-    for number, one in enumerate(found["modes"], start=1):
-        assert one["loss"] == pytest.approx(trained.record[f"val_loss_pass_{number}"], rel=1e-5)
-        assert one["bits_per_byte"] == pytest.approx(trained.record[f"val_bpb_pass_{number}"], rel=1e-5)
-        expected_delta = trained.record.get(f"hidden_delta_pass_{number}")
-        assert one["hidden_delta"] == (None if number == 1 else pytest.approx(expected_delta, rel=1e-4))
+    assert_losses_of_the_run(found, trained.record)
 
 
 def test_a_run_and_its_export_agree_on_documents(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    found = result_of(capsys, trained.run)
+    found = losses_of(capsys, trained.run)
     assert found["num_documents"] == 5  # one has a single token
     assert found["num_tokens"] == 30 + 3 + 17 + 25 + 40 - 5
     names = [(one["mode"], one["prefill_passes"]) for one in found["modes"]]
     assert names == [("standard", 1), ("fused", 2), ("soft", 1)]
-    exported = result_of(capsys, trained.exported, "--data", trained.validation, "--batch-size", 2)
+    exported = losses_of(capsys, trained.exported, "--data", trained.validation, "--batch-size", 2)
     for one, other in zip(found["modes"], exported["modes"], strict=True):
         assert other.keys() == one.keys()
         assert (other["mode"], other["prefill_passes"]) == (one["mode"], one["prefill_passes"])
         for key in ("loss", "bits_per_byte", "difference", "difference_error"):
             assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
-    assert result_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
+    assert losses_of(capsys, trained.run, "--limit", 1)["num_tokens"] == 29
 
 
 def test_ids_of_another_tokenizer_are_refused(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from fbt_megatron.config.schema import EvaluationConfig
 from fbt_megatron.hf.export import export_checkpoint
@@ -13,6 +17,7 @@ from fbt_megatron.training.resilience import StopSignal
 from tests.data.datasets import write_dataset
 from tests.inference.toy import random_prompts
 from tests.training.tiny_run import read_records, tiny_run, write_data
+from tools import evaluate
 
 
 class Trained:
@@ -33,3 +38,18 @@ class Trained:
         self.record = [line for line in read_records(self.run) if line.get("kind") == "validation"][-1]
         assert self.record["step"] == 2
         export_checkpoint(self.run, self.exported, dtype="float32")
+
+
+def losses_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """What tools/evaluate.py prints with --json."""
+    assert evaluate.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def assert_losses_of_the_run(found: dict[str, Any], record: dict[str, Any]) -> None:
+    """That the passes of `losses_of` have the figures of a validation's line in the metrics."""
+    for number, one in enumerate(found["modes"], start=1):
+        assert one["loss"] == pytest.approx(record[f"val_loss_pass_{number}"], rel=1e-5)
+        assert one["bits_per_byte"] == pytest.approx(record[f"val_bpb_pass_{number}"], rel=1e-5)
+        delta = record.get(f"hidden_delta_pass_{number}")
+        assert one["hidden_delta"] == (None if number == 1 else pytest.approx(delta, rel=1e-4))
