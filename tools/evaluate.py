@@ -44,11 +44,14 @@ from fbt_megatron.evaluation.document_loss import (
 )
 from fbt_megatron.hf.tokenizer_files import makes_ids_of
 from fbt_megatron.inference.decoder import FUSED_PASSES
-from fbt_megatron.inference.source import LoadedModel, load_model
+from fbt_megatron.inference.source import LoadedModel, find_device, load_model
 from fbt_megatron.parallel.collectives import agree_on_errors
 from fbt_megatron.parallel.launcher import ALONE, Launch, find_launch
 
 T = TypeVar("T")
+
+_LONGEST_WAIT_SECONDS = 86400.0
+"""Processes meet when all have done their shares: the last one may be on a slower device, or on one that is shared."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,7 +87,7 @@ def _process_group(launch: Launch) -> Iterator[None]:
         return
     with warnings.catch_warnings(action="ignore"):  # megatron-core takes a while to import, and warns
         from fbt_megatron.parallel.topology import init_distributed, shutdown_distributed
-    init_distributed(launch)
+    init_distributed(launch, timeout_seconds=_LONGEST_WAIT_SECONDS)
     try:
         yield
     except FBTError:  # on all of them: another error leaves the rest where they would not hear of the end
@@ -102,7 +105,7 @@ def _load(arguments: argparse.Namespace, launch: Launch) -> LoadedModel:
     return load_model(
         arguments.model,
         dtype=arguments.dtype,
-        device=arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=str(find_device(arguments.device)),
         tokenizer=arguments.tokenizer,
         log=partial(print, file=sys.stderr) if launch.rank == 0 else lambda line: None,
     )

@@ -111,11 +111,14 @@ class ConversationLines:
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text of `render_prompt`: those that come in training before an answer that begins with a letter.
 
-        Tokenizers may divide white space in front of a word in another way than at the end of a text.
+        Tokenizers may divide white space in front of a word in another way than at the end of a text. An answer that
+        has begun with more than white space gets the ids that its beginning has by itself.
         """
         before, cut, last = text.rpartition(CUT)
         ids, ranges = self._tokenizer.encode_with_controls(last + _SOME_ANSWER)
         kept = next((place for place, (_, stop) in enumerate(ranges) if stop > len(last)), len(ids))
+        if kept < len(ids) and last[ranges[kept][0] :].strip():
+            return self.encode_text(text)
         return (self.encode_text(before) if cut else []) + ids[:kept]
 
     def encode(self, messages: Messages, where: str) -> Decoded:

@@ -452,7 +452,9 @@ class FBTForCausalLM(FBTPreTrainedModel, GenerationMixin):
             cache = FBTCache(self.config, "standard")
         self._check(embedded, attention_mask, cache, num_passes)
         past = 0 if cache is None else int(cache.get_seq_length())
-        if attention_mask is not None and past == 0 and bool(attention_mask.all()):
+        # To look into the mask makes a GPU wait: once per prompt is cheap, once per training step is not.
+        is_cheap = past == 0 and not self.training and not torch.compiler.is_compiling()
+        if attention_mask is not None and is_cheap and bool(attention_mask.all()):
             attention_mask = None  # no padding: causal attention needs no mask
         positions = _positions(embedded, attention_mask, position_ids, past)
         states = self.model(embedded, positions, attention_mask, cache, num_passes or 1)

@@ -25,7 +25,13 @@ from fbt_megatron.data.tokenizer import (
     load_tokenizer,
     starts_with_bos,
 )
-from fbt_megatron.data.tokenizer_config import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, read_json, token_text
+from fbt_megatron.data.tokenizer_config import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    read_json,
+    token_text,
+    tokenizer_folder,
+)
 from fbt_megatron.errors import CheckpointError, DataError
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -90,8 +96,7 @@ def find_tokenizer(data: DataConfig, named: str | None, *, beside: Path, vocab_s
             f"tokenizer {spec} has {tokenizer.vocab_size} ids, but the model has {vocab_size}. Name the model's own "
             "with --tokenizer."
         )
-    path = Path(spec)
-    folder = None if spec == "bytes" else path if path.is_dir() else path.parent
+    folder = None if spec == "bytes" else tokenizer_folder(spec)
     found = ModelTokenizer(tokenizer, _adds_bos(tokenizer, folder, described), folder)
     return found if data.kind != "chat" else _with_trained_template(found, data, named)
 

@@ -39,6 +39,8 @@ class Counters:
     """Steps that changed nothing: their gradient was not finite, no token of their rows was trained, or they were
     spikes and those are skipped."""
     consecutive_skips: int = 0
+    consecutive_untrained: int = 0
+    """Of the last ones, those in which no token is trained."""
     validation_due: bool = False
     skipped_documents: int = 0
     first_skipped_cycle: int = 0

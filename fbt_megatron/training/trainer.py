@@ -173,7 +173,7 @@ class Trainer:
         else:  # rows of conversations may lie outside all answers: no gradient, and nothing to update with
             means = [math.nan] * plan.num_passes, [math.nan] * plan.num_passes
             result, spikes = StepResult(grad_norm=None, skipped=True), []
-        self._advance(step, result, batches, is_spike=bool(spikes))
+        self._advance(step, result, batches, is_spike=bool(spikes), is_untrained=not num_tokens)
         if self.loader is not None:
             self.samples.step(step, self.loader.last_documents)
         if result.skipped or spikes:
@@ -411,7 +411,9 @@ class Trainer:
 
         return self.engine.step(settings, refuses=None if policy == "ignore" else refuses), spikes
 
-    def _advance(self, step: int, result: StepResult, batches: list[TrainBatch], *, is_spike: bool) -> None:
+    def _advance(
+        self, step: int, result: StepResult, batches: list[TrainBatch], *, is_spike: bool, is_untrained: bool
+    ) -> None:
         counters = self.counters
         counters.step = step
         counters.tokens += self._step_tokens
@@ -420,6 +422,7 @@ class Trainer:
         if result.skipped and not counters.consecutive_skips:
             counters.first_skipped_cycle, _ = self._cycles(batches)
         counters.consecutive_skips = counters.consecutive_skips + 1 if result.skipped else 0
+        counters.consecutive_untrained = counters.consecutive_untrained + 1 if is_untrained else 0
         self._next_cycle = self._cycles(batches)[1]
 
     @property

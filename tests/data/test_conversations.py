@@ -19,6 +19,7 @@ from fbt_megatron.data.conversations import ConversationLines
 from fbt_megatron.data.samples import Decoded
 from fbt_megatron.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from fbt_megatron.errors import DataError, DataSetupError
+from tests.data.bpe import byte_level_bpe
 from tests.data.chats import (
     CHATML,
     CHATML_TOKENS,
@@ -221,6 +222,18 @@ def test_the_end_of_a_prompt_is_not_that_of_a_text(prompts: dict[str, Conversati
     text = prompts[HEADERS].render_prompt(chat("a"), "here")
     assert text.endswith("<|/head|>\n\n")
     assert len(prompts[HEADERS].encode_prompt(text)) == len(prompts[HEADERS].encode_text(text)) + 1
+
+
+@pytest.mark.parametrize("begun", ["US", "In the US", "US\n", "US <|im_end|> US"])
+def test_an_answer_that_has_begun_is_whole(tmp_path: Path, begun: str) -> None:
+    """Also where its end would be one token with a letter behind it."""
+    tokenizer = byte_level_bpe(CHATML_TOKENS, "In the USA, USA! ", vocab_size=290)
+    assert len(tokenizer.encode("USA").ids) == 1
+    lines = lines_of(write_tokenizer(tmp_path / "t", tokenizer, CHATML, eos_token="<|im_end|>"))
+    question = lines.encode_prompt(lines.render_prompt(chat("a"), "here"))
+    ids = lines.encode_prompt(lines.render_prompt(chat("a"), "here", begun=begun))
+    assert ids[: len(question)] == question
+    assert tokenizer.decode(ids[len(question) :], skip_special_tokens=False) == begun
 
 
 LAST_OTHERWISE = MARKED.replace("'<|im_end|>'", "('<|endoftext|>' if loop.last else '<|im_end|>')")
