@@ -14,14 +14,20 @@ from fractions import Fraction
 from fbt_megatron.errors import EvaluationError
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
-_NUMBER = re.compile(rf"(?:(?<![\w.)\]])-)?{_DIGITS}|(?<![\d.])\.\d+")
-_FRACTION = re.compile(
-    rf"(?P<minus>(?<![\w.)\]])-)?(?:(?P<whole>\d+)\s+)?(?P<top>{_DIGITS})\s*/\s*(?P<bottom>{_DIGITS})"
-)
-_LATEX_FRACTION = re.compile(r"((?<=\d)\s*)?\\[dt]?frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
+_FRACTION = rf"(?P<minus>(?<![\w.)\]])-)?(?:(?P<whole>\d+)[ \t]+)?(?P<top>{_DIGITS})[ \t]*/[ \t]*(?P<bottom>{_DIGITS})"
+_NUMBER = re.compile(rf"{_FRACTION}|(?:(?<![\w.)\]])-)?{_DIGITS}|(?<![\d.])\.\d+")
+_LATEX_FRACTION = re.compile(r"((?<=\d)[ \t]*)?\\[dt]?frac\s*(?:\{([^{}]+)\}|(\d))\s*(?:\{([^{}]+)\}|(\d))")
 _CLAUSE_END = re.compile(r"[.,;](?:\s|$)|\n|\b(?:because|since)\b")
 _ANNOUNCEMENT = re.compile(r"\banswer[ \t]*(?:is|:)[ \t]*:?", re.IGNORECASE)
 _FORMULA = re.compile(r"\s*(?:\$\$(.+?)\$\$|\\\[(.+?)\\\])|[ \t]*(?:\$([^$\n]+)\$|\\\((.+?)\\\))", re.DOTALL)
+_BELOW = re.compile(
+    r"[ \t*_`]*\n[\s*_`>]*"
+    rf"(?P<answer>\$[^$\n]+\$|\\\((?:(?!\\\)).)+\\\)"
+    rf"|[-+]?(?:\\?\$)?-?(?:(?:\d+[ \t]+)?{_DIGITS}[ \t]*/[ \t]*{_DIGITS}|{_DIGITS}|\.\d+)[ \t]*(?:\\?%)?)"
+    r"[ \t.,;:!*_`]*$",
+    re.MULTILINE,
+)
+"""An answer that has a line below its announcement to itself: a formula or a number. Boxes are found anywhere."""
 _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.*?\S)\*\*(?!\w)")
 _MATHEMATICS = re.compile(r"[\d\\$^=+*/<>{}()\[\]]|^[A-Za-z]$")
 _BOXES = ("\\boxed", "\\fbox")
@@ -48,8 +54,8 @@ def final_number(text: str) -> str | None:
         number = _number_of(part)
         if number is not None:
             return number
-    numbers = _NUMBER.findall(_without_marks(text))
-    return _plain(numbers[-1]) if numbers else None
+    numbers = list(_NUMBER.finditer(_without_marks(text)))
+    return (_value(numbers[-1]) or _plain(numbers[-1]["bottom"])) if numbers else None
 
 
 def final_expression(text: str) -> str | None:
@@ -94,9 +100,13 @@ def is_equal(expected: str, found: str) -> bool:
 
 
 def _announced(text: str) -> Iterator[str]:
-    """What follows each `answer is` or `answer:` in its line, or a displayed formula below it; the last one first."""
+    """What follows each `answer is` or `answer:` in its line, or an answer alone below it; the last one first."""
     text = _BOLD.sub(r"\1", text)
     for found in reversed(list(_ANNOUNCEMENT.finditer(text))):
+        below = _BELOW.match(text, found.end())
+        if below:
+            yield below["answer"]
+            continue
         formula = _FORMULA.match(text, found.end())
         end = text.find("\n", formula.end() if formula else found.end())
         yield text[found.end() : end if end >= 0 else None]
@@ -114,15 +124,16 @@ def _number_of(part: str) -> str | None:
     """The first number of a part, or in `20 - 5 = 15` what all that is equal to."""
     for clause in _CLAUSE_END.split(_without_marks(part)):
         for side in reversed(clause.split("=")):
-            fraction, number = _FRACTION.search(side), _NUMBER.search(side)
-            if fraction and number and fraction.start() <= number.start():
-                return _as_lowest_terms(fraction)
+            number = _NUMBER.search(side)
             if number:
-                return _plain(number.group())
+                return _value(number)
     return None
 
 
-def _as_lowest_terms(found: re.Match[str]) -> str | None:
+def _value(found: re.Match[str]) -> str | None:
+    """A number as it is, a fraction in lowest terms; None for a fraction without a value."""
+    if found["bottom"] is None:
+        return _plain(found.group())
     try:
         top, bottom = (Fraction(_plain(found[name])) for name in ("top", "bottom"))
         value = int(found["whole"] or 0) + top / bottom

@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 from fbt_megatron.errors import EvaluationError
 from fbt_megatron.evaluation.answers import final_expression, final_number, is_equal, last_boxed
 
-_FENCE = re.compile(r"^ {0,3}```[^`\n]*$", re.MULTILINE)
-"""A line that opens or closes a block, as in Markdown."""
+_FENCE = re.compile(r"^(?P<indent> {0,3})(?P<prose>\S.*(?<!`)(?=```[A-Za-z]\w*[ \t]*$))?```[^`\n]*$", re.MULTILINE)
+"""A line that opens or closes a block, as in Markdown, or that has a fence with a language at its end."""
 _CLOSED = re.compile(r"^ {0,3}```|(?<=[^\s`])```[ \t]*$", re.MULTILINE)
 """Also at the end of the last line of code."""
 _FENCE_STOP = "\n```"
 _STATEMENT_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert")
-_INDENTED = re.compile(r"\s*^(?: {4}|\t)\s*\S", re.MULTILINE)
+_INDENTED = re.compile(r"\s*^(?: {4}|\t)\s*(?![-*+] |\d+[.)] )\S", re.MULTILINE)
+"""Text whose first line is indented, and no item of a list."""
 
 
 class Problem(ABC):
@@ -89,31 +90,37 @@ class CodeProblem(Problem):
 
     def is_over(self, before: str, stop: str) -> bool:
         fence = _FENCE.search(before)
-        in_block = fence is not None and not self._is_code(before[: fence.start()])
+        in_block = fence is not None and not self._is_code(before[: _start(fence)])
         if stop == _FENCE_STOP:
             return in_block or self._is_code(before)
         # In front of a block there may be headings, and a block may begin with what ends a continuation.
-        return stop not in _STATEMENT_STOPS or not before.strip() or (not in_block and self._is_code(before))
+        if stop not in _STATEMENT_STOPS or not before.strip():
+            return True
+        return not in_block and (self._is_indented(before) or self._is_code(before))
 
     def _code(self, text: str) -> str:
         """The first block of a text, or all of it up to a fence that closes none."""
         fence = _FENCE.search(text)
-        if fence is None or self._is_code(text[: fence.start()]):
-            return text if fence is None else text[: fence.start()]
+        if fence is None or self._is_code(text[: _start(fence)]):
+            return text if fence is None else text[: _start(fence)]
         block = text[fence.end() + 1 :]
         closed = _CLOSED.search(block)
-        return block if closed is None else block[: closed.start()]
+        return _dedented(block if closed is None else block[: closed.start()], fence["indent"])
+
+    def _is_indented(self, text: str) -> bool:
+        """Whether a text goes on inside what has begun, be it Python or not."""
+        return bool(self._begun) and _INDENTED.match(text) is not None
 
     def _is_code(self, text: str) -> bool:
-        """Whether a text continues what has begun: it is indented, or can be read as more than words."""
-        if _INDENTED.match(text):
-            return True
+        """Whether a text can be read as Python after what has begun, and is inside of it or more than words."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of escapes in the text
                 tree = ast.parse(self._begun + text)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             return False
+        if self._is_indented(text):
+            return True
         first_line = self._begun.count("\n") + 1
         statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno >= first_line)
         return any(not _is_words(statement) for statement in statements)
@@ -300,8 +307,20 @@ def read_shots(path: Path, form: str, count: int, problems: Sequence[Problem]) -
 
 
 def _is_words(statement: ast.stmt) -> bool:
-    """Whether it may as well be prose, as are `Solution` and `Language: Python`."""
-    return isinstance(statement, ast.Expr) or (isinstance(statement, ast.AnnAssign) and statement.value is None)
+    """Whether it may as well be prose, as are `Solution`, `Language: Python` and `Note: x = 5 is used`."""
+    return isinstance(statement, ast.Expr | ast.AnnAssign)
+
+
+def _start(fence: re.Match[str]) -> int:
+    """Where the text before a fence ends: prose in its line is part of that."""
+    return fence.start() if fence["prose"] is None else fence.end("prose")
+
+
+def _dedented(block: str, indent: str) -> str:
+    """A block without its fence's indent, as in an item of a list, where its first line has it."""
+    if not indent or not block.lstrip("\n").startswith(indent):
+        return block
+    return re.sub(rf"^ {{1,{len(indent)}}}", "", block, flags=re.MULTILINE)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -151,6 +152,17 @@ def test_programs(tmp_path: Path, form: str, record: dict[str, Any], right: str)
         ("mbpp", MBPP, f"{ADD}```\nIt adds:\n```python\nadd(1, 2)\n```\n"),
         ("mbpp", MBPP, f"Here is it:\n\n```python\n{ADD}[DONE]\n\nYou are an expert"),
         ("mbpp", NODES, NODES["code"]),
+        ("mbpp", MBPP, f"Here's the solution:```python\n{ADD}\n```\n"),
+        ("humaneval", HUMANEVAL, f"Here's `total`: ```python\n{WHOLE}```\nDone."),
+        ("mbpp", MBPP, f"Note: x = 5 is used\n```python\n{ADD}```\n"),
+        ("humaneval", HUMANEVAL, f"Note: x = 5 is used\n# In Python\n```python\n{WHOLE}```\n"),
+        ("mbpp", MBPP, f"    - Use a list\n```python\n{ADD}```\n"),
+        ("mbpp", MBPP, f"    Use a list.\n```python\n{ADD}```\n"),
+        ("humaneval", HUMANEVAL, f"    Use a list.\n```python\n{WHOLE}```\n"),
+        ("humaneval", HUMANEVAL, f"    - numbers\n# In Python\n```python\n{WHOLE}```\n"),
+        ("mbpp", MBPP, f"- By a sum:\n\n  ```python\n{indent(ADD, '  ')}  ```\n"),
+        ("humaneval", HUMANEVAL, f"1. By a sum:\n   ```python\n\n{indent(BODY, '   ')}   ```\n"),
+        ("mbpp", MBPP, "  ```python\ndef add(a, b):\n  return a + b\n  ```\n"),
     ],
 )
 def test_programs_are_what_a_text_has_of_code(tmp_path: Path, form: str, record: dict[str, Any], text: str) -> None:
