@@ -54,10 +54,10 @@ tensorboard: setup ## Serve the curves of the runs folder
 test-fast: setup-dev ## Unit tests and one 2-rank smoke run (under 4 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "smoke or not (slow or training or distributed)"
 
-test: setup-dev ## The tests that CI runs
+test: setup-dev ## The tests that CI runs (about 20 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
-test-all: setup-dev ## Everything, full matrices and soaks included
+test-all: setup-dev ## Everything, full matrices and soaks included (75 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: setup-dev ## Formatting, style and types
