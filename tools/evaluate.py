@@ -145,6 +145,11 @@ def _documents(
     is_chat = (arguments.kind or (config.data.kind if config is not None else "documents")) == "chat"
     key, vocab_size = "--data" if arguments.data else "data.validation", loaded.model.config.vocab_size
     if is_chat:
+        if arguments.text_tokenizer:
+            raise DecodeError(
+                "--text-tokenizer: conversations are read with the model's own tokenizer. Leave it out, or name "
+                "another one for both with --tokenizer."
+            )
         data = replace(_chat_data(loaded, arguments), validation=spec)
         dataset = open_conversations(data, "validation", vocab_size=vocab_size, on_error="stop", key=key)
     else:
@@ -270,8 +275,10 @@ def _parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.rows and (arguments.data or arguments.limit or arguments.kind):
-        parser.error("--rows takes the run's validation as it is: leave --data, --limit and --kind out")
+    if arguments.rows and (arguments.data or arguments.limit or arguments.kind or arguments.text_tokenizer):
+        parser.error(
+            "--rows takes the run's validation as it is: leave --data, --limit, --kind and --text-tokenizer out"
+        )
     return arguments
 
 

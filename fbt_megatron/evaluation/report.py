@@ -7,7 +7,7 @@ wide. Two modes are compared by the problems of which one has solved more sample
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -99,10 +99,10 @@ def _solved(
     answers: Mapping[AnswerKey, Answer], mode: str, problems: Sequence[str], num_samples: int
 ) -> dict[str, int]:
     """How many samples of each problem are right."""
-    counts: dict[str, int] = defaultdict(int)
-    for problem in problems:
-        counts[problem] = sum(answers[AnswerKey(mode, problem, sample)].correct for sample in range(num_samples))
-    return counts
+    return {
+        problem: sum(answers[AnswerKey(mode, problem, sample)].correct for sample in range(num_samples))
+        for problem in problems
+    }
 
 
 def _of_mode(mode: str, solved: Mapping[str, int], answers: Sequence[Answer], num_samples: int) -> ModeReport:

@@ -248,6 +248,13 @@ def test_rows_in_which_documents_see_each_other(trained: Trained) -> None:
         evaluate.evaluate(replace(loaded, config=config), asked)
 
 
+@pytest.mark.parametrize("option", [["--data", "d"], ["--limit", "1"], ["--kind", "chat"], ["--text-tokenizer", "t"]])
+def test_rows_take_no_other_data(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        evaluate.main(["run", "--rows", *option])
+    assert "--rows takes the run's validation as it is" in capsys.readouterr().err
+
+
 def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main([str(trained.run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -261,6 +268,7 @@ def test_the_table(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None
         (["{exported}"], 3, "names no data for validation"),
         (["{exported}", "--rows"], 3, "--rows: "),
         (["{run}", "--data", "missing"], 3, "DataError: --data=missing"),
+        (["{run}", "--data", "a.jsonl", "--kind", "chat", "--text-tokenizer", "bytes"], 2, "--text-tokenizer: conv"),
         (["missing"], 4, "CheckpointError"),
         (["{run}", "--device", "foo"], 2, "DecodeError: --device foo: PyTorch cannot compute there"),
         (["{run}", "--device", "cuda:99"], 2, "DecodeError: --device cuda:99: PyTorch cannot compute there"),
