@@ -104,9 +104,10 @@ class CheckpointWriter:
             temporary.mkdir(parents=True)
 
     def _write_shards(self, temporary: Path, shards: dict[str, LogicalShards]) -> None:
-        storage = dcp.FileSystemWriter(temporary)
         if self._config.async_:  # the values are in host memory: nothing to copy ahead, so no stream of a GPU is used
             storage = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=0)
+        else:
+            storage = dcp.FileSystemWriter(temporary)
         try:
             dcp.save(
                 dict(shards),

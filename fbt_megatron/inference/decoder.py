@@ -12,6 +12,7 @@ Legend: `B` rows, `S` tokens of the longest prompt, `H` hidden, `V` vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -116,8 +117,7 @@ class Decoder:
 
         Without `max_new_tokens` nothing can follow, and the cache keeps nothing. Raises as `prefill` does.
         """
-        *_, last = self._passes(prompts, max_new_tokens=max_new_tokens)
-        return last
+        return deque(self._passes(prompts, max_new_tokens=max_new_tokens), maxlen=1).pop()  # no earlier state is kept
 
     def each_pass(self, prompts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         """Top states [B, S, H] of one pass over the prompts after the other, each prompt at the end of its row.
